@@ -1,0 +1,39 @@
+# The two commands of the README are `make demo` and `make test`; both need only Python ≥ 3.11 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check format bench docs clean
+
+demo: $(STAMP)            ## install, then show the blind spot on this machine
+	$(BIN)/loopscope quickstart
+
+test: $(STAMP)            ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: $(STAMP)           ## style, types, and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)          ## bring the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)           ## every claim of speed, measured side by side
+	$(BIN)/python benchmarks/loss.py
+
+docs: $(STAMP)            ## rewrite the pages that are generated from the code
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache
+
+# Every install goes through constraints.txt: a known-good set with a torch that fits.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("loopscope needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	touch $(STAMP)

@@ -1,0 +1,57 @@
+"""`loopscope env`: versions, hardware, and every automatic choice with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from loopscope.cli.terminal import print_json, print_tables
+from loopscope.errors import EXIT_OK
+
+EXAMPLE_ROWS, EXAMPLE_VOCABULARY = 4096, 20_000
+"""The loss's chunk size depends on the model; the paper's (4 loops × 1,024 tokens) stands for it here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Env:
+    """Flags of `loopscope env`."""
+
+    json: bool = False
+    """Print the result as JSON."""
+
+    help: ClassVar[str] = """Print versions, hardware, and every automatic choice with its reason.
+
+examples:
+  loopscope env
+  loopscope env --json"""
+
+    @classmethod
+    def default(cls, argv: Sequence[str]) -> Env:
+        """No argument changes the defaults."""
+        return cls()
+
+    def run(self) -> int:
+        """Print what this machine is and what follows from it."""
+        from loopscope.machine import automatic_choices, choose_device, versions
+        from loopscope.objectives.cross_entropy import choose_chunk_rows
+
+        device = choose_device()
+        rows, vocab_size = EXAMPLE_ROWS, EXAMPLE_VOCABULARY
+        choices = [*automatic_choices(device), choose_chunk_rows(rows, vocab_size, 4, str(device.value))]
+        system = f"{platform.system()} {platform.release()} {platform.machine()}"
+        if self.json:
+            print_json(system=system, versions=versions(), choices=[dataclasses.asdict(choice) for choice in choices])
+            return EXIT_OK
+        from rich.table import Table
+
+        packages = Table("package", "version", title=system, title_justify="left")
+        for name, version in versions().items():
+            packages.add_row(name, version or "not installed")
+        decisions = Table("choice", "value", "reason", title="automatic choices", title_justify="left")
+        for choice in choices:
+            decisions.add_row(choice.name, str(choice.value), choice.reason)
+        print_tables(packages, decisions)
+        return EXIT_OK

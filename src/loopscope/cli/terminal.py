@@ -1,0 +1,61 @@
+"""What verbs print with: results on stdout, words and progress on stderr, bars only on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA_VERSION = 1
+
+
+def say(message: str) -> None:
+    """A line of news on stderr."""
+    sys.stderr.write(f"loopscope: {message}\n")
+
+
+def print_text(text: str) -> None:
+    """Text on stdout, exactly as it is."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def print_tables(*tables: Table) -> None:
+    """Tables on stdout; no colours and a fixed width when it is not a terminal."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for table in tables:
+        console.print(table)
+
+
+def print_json(**values: Any) -> None:
+    """One JSON object on stdout."""
+    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **values}, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def progress(total: int, every: int) -> Iterator[Callable[[str], None]]:
+    """A function to call once per unit of work with what is going on: a bar on a terminal, else a line now and then."""
+    if not sys.stderr.isatty():
+        done = 0
+
+        def line(what: str) -> None:
+            nonlocal done
+            done += 1
+            if done % every == 0:
+                say(f"{done}/{total} {what}")
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda what: bar.update(task, advance=1, description=what)

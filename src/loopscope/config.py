@@ -1,0 +1,349 @@
+"""Configuration: frozen dataclasses, strict YAML, and every rule that a combination must obey.
+
+A run is a preset plus a small delta. Field names are the YAML keys and, with dashes, the flags.
+No torch here: the command line reads configurations before it knows whether torch is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+
+from loopscope.errors import ConfigError, suggest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A looped language model: embed → prelude → num_loops × core → coda → readout → head."""
+
+    vocab_size: int = 2048
+    """Vocabulary size V."""
+    width: int = 128
+    """Width d of the state."""
+    num_layers: int = 2
+    """Layers in the shared core, which is run once per loop."""
+    num_loops: int = 4
+    """Loops K the model is trained at; any other number can be asked for later."""
+    prelude_layers: int = 0
+    """Layers run once, before the first loop."""
+    coda_layers: int = 0
+    """Layers run at every readout, between the state and the readout norm."""
+
+    num_heads: int = 4
+    """Attention heads; must divide the width."""
+    num_kv_heads: int | None = None
+    """Key/value heads (grouped-query attention); None means as many as heads."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys per head."""
+    mlp: Literal["swiglu", "gelu", "relu2"] = "swiglu"
+    """Feed-forward kind."""
+    mlp_width: int | None = None
+    """Hidden width of the feed-forward; None means 4 × width."""
+    dropout: float = 0.1
+    """Dropout on the embedding and on every residual branch."""
+
+    positions: Literal["learned", "rope"] = "learned"
+    """Learned absolute positions (the paper) or rotary ones."""
+    max_length: int = 256
+    """Longest sequence; the size of the learned position table."""
+    rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of the norms inside the layers."""
+    norm_eps: float = 1e-6
+    """Epsilon of every norm; through an RMSNorm readout it is the only leak of scale (Lemma 1)."""
+    norm_placement: Literal["pre", "sum", "sandwich"] = "pre"
+    """Where the layer norms sit: pre-norm, also on the residual sum (Huginn), also on the branch output (Ouro)."""
+
+    inter_loop_norm: Literal["none", "rmsnorm", "layernorm"] = "none"
+    """Norm that opens every loop after the first: it removes scale from the recurrence."""
+    share_readout_norm: bool = False
+    """The readout's norm and the inter-loop norm are one module (Ouro)."""
+    spectral_damping: bool = False
+    """Scale the carried state by a learned sigmoid at the start of every loop."""
+    injection: Literal["none", "add", "concat", "gated", "diagonal"] = "none"
+    """How each loop reads the embedded input again."""
+    state_init: Literal["embedding", "zeros", "noise"] = "embedding"
+    """State before the first loop."""
+    loop_embedding: bool = False
+    """Add a learned vector that tells the core which loop it is in."""
+
+    readout: Literal["rmsnorm", "layernorm", "raw", "final-only", "alpha", "taper"] = "rmsnorm"
+    """What of the state the head, and so the loss, gets to see."""
+    alpha: float = 1.0
+    """alpha readout: exponent of the scale that stays visible; 0 hides scale, 1 is raw."""
+    alpha_mode: Literal["fixed", "learned", "per-loop"] = "fixed"
+    """alpha readout: a fixed exponent, one learned for all loops, or one learned per loop."""
+    reference_scale: float = 1.0
+    """alpha readout: (initial) reference scale s_ref."""
+    reference_mode: Literal["fixed", "learned", "ema"] = "fixed"
+    """alpha readout: how s_ref is kept."""
+    taper_gate: float = 1.0
+    """taper readout: initial gate; 1 is RMSNorm, 0 a fixed linear map."""
+    exit_gate: bool = False
+    """A learned exit probability per loop and token (needed by the gated objective)."""
+
+    tie_head: bool = True
+    """The head is the token embedding."""
+    init: Literal["pytorch-default", "scaled"] = "pytorch-default"
+    """pytorch-default: N(0, 1) embedding (the paper); scaled: std 0.02, residual outputs scaled by depth."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_positive(self, "vocab_size", "width", "num_layers", "num_loops", "num_heads", "max_length")
+        _check_positive(self, "num_kv_heads", "mlp_width", "norm_eps", "rope_base", "reference_scale")
+        _check_not_negative(self, "prelude_layers", "coda_layers")
+        _check_attention(self)
+        _check_recurrence(self)
+        _check_readout(self)
+        if not 0 <= self.dropout < 1:
+            raise ConfigError.of("dropout", self.dropout, "must be at least 0 and below 1")
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads actually built."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def mlp_hidden(self) -> int:
+        """Hidden width of the feed-forward actually built."""
+        return self.mlp_width or 4 * self.width
+
+    @property
+    def depth(self) -> int:
+        """Layers a token passes through at full depth."""
+        return self.prelude_layers + self.num_layers * self.num_loops + self.coda_layers
+
+
+Placement = Literal["terminal", "per-loop", "weighted", "last-n", "gated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """Which loops are supervised, how deep a training step goes, and what else the loss sees."""
+
+    placement: Annotated[Placement, tyro.conf.arg(aliases=("--objective",))] = "per-loop"
+    """Loops that get cross-entropy: the last, all equally, weighted, the last n, or by exit gate."""
+    loop_weights: tuple[float, ...] | None = None
+    """weighted: one weight per loop, 1..num_loops."""
+    last_n: int | None = None
+    """last-n: how many loops, counted from the end."""
+    exit_entropy: float = 0.0
+    """gated: weight w of the entropy bonus in Σ p_k·CE_k − w·H(p)."""
+
+    depth: Literal["fixed", "uniform", "poisson-lognormal"] = "fixed"
+    """Loops per training step: always num_loops, uniform on 1..num_loops, or Poisson-lognormal with that mean."""
+    backprop_loops: int | None = None
+    """Back-propagate through the last so many loops only; None means all."""
+
+    norm_penalty: float = 0.0
+    """λ of λ · mean over loops, tokens and width of h²; the paper uses 0.01."""
+    scale_anchor: float = 0.0
+    """w of w · mean (s − anchor_scale)²."""
+    anchor_scale: float = 1.0
+    """Target scale of the anchor."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the logits."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_positive(self, "last_n", "backprop_loops", "anchor_scale")
+        _check_not_negative(self, "norm_penalty", "scale_anchor", "z_loss", "exit_entropy")
+        _check_pairing(self, "placement", {"weighted": "loop_weights", "last-n": "last_n"})
+        _check_only_with(self, "placement", "gated", "exit_entropy")
+        if self.anchor_scale != 1.0 and not self.scale_anchor:
+            raise ConfigError.of("anchor_scale", self.anchor_scale, "has no effect while scale_anchor is 0")
+        if self.loop_weights is not None and (min(self.loop_weights, default=-1) < 0 or not any(self.loop_weights)):
+            raise ConfigError.of("loop_weights", self.loop_weights, "needs weights ≥ 0, at least one of them above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A model and the objective it is trained with."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+
+    def __post_init__(self) -> None:
+        model, objective = self.model, self.objective
+        if objective.placement == "gated" and not model.exit_gate:
+            raise ConfigError.of("placement", "gated", "needs a model with exit_gate; add --exit-gate")
+        if model.exit_gate and objective.placement != "gated":
+            raise ConfigError.of("exit_gate", True, "is only trained by --objective gated")
+        if model.readout == "final-only" and objective.placement == "terminal":
+            raise ConfigError.of(
+                "readout", "final-only", "never shows its raw loops to a terminal objective; use rmsnorm"
+            )
+        if objective.loop_weights is not None and len(objective.loop_weights) != model.num_loops:
+            raise ConfigError.of(
+                "loop_weights", objective.loop_weights, f"needs one weight for each of {model.num_loops} loops"
+            )
+        if objective.loop_weights is not None and objective.depth != "fixed":
+            raise ConfigError.of(
+                "loop_weights", objective.loop_weights, f"cannot be matched to depth = {objective.depth!r}"
+            )
+        for name in ("last_n", "backprop_loops"):
+            if (count := getattr(objective, name)) is not None and count > model.num_loops:
+                raise ConfigError.of(name, count, f"exceeds num_loops = {model.num_loops}")
+
+
+def config_from_dict(data: object, base: Config | None = None, *, source: str = "config") -> Config:
+    """`base` changed by a nested mapping {section: {field: value}}; unknown keys fail with a suggestion."""
+    base = base or Config()
+    sections = _mapping(data, source)
+    _check_keys(sections, [f.name for f in dataclasses.fields(Config)], source)
+    changed: dict[str, Any] = {}
+    for name, values in sections.items():
+        section = getattr(base, name)
+        values = _mapping(values, f"{source}: {name}")
+        _check_keys(values, [f.name for f in dataclasses.fields(section)], f"{source}: {name}")
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        changed[name] = dataclasses.replace(section, **values)
+    return dataclasses.replace(base, **changed)
+
+
+def load_config(path: Path, base: Config | None = None) -> Config:
+    """Read a YAML configuration; a missing, unreadable or wrong file is one clear sentence."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+    return config_from_dict(data or {}, base, source=str(path))
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The fully resolved configuration as plain JSON and YAML values."""
+    data = dataclasses.asdict(config)
+    return {name: {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()} for name, part in data.items()}
+
+
+def config_to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def _check_attention(config: ModelConfig) -> None:
+    if config.width % config.num_heads:
+        raise ConfigError.of("num_heads", config.num_heads, f"must divide width = {config.width}")
+    if config.num_heads % config.kv_heads:
+        raise ConfigError.of("num_kv_heads", config.kv_heads, f"must divide num_heads = {config.num_heads}")
+    if config.positions == "rope" and (config.width // config.num_heads) % 2:
+        head_width = config.width // config.num_heads
+        raise ConfigError.of("positions", "rope", f"needs an even head width, and width / num_heads is {head_width}")
+    _check_only_with(config, "positions", "rope", "rope_base")
+
+
+def _check_recurrence(config: ModelConfig) -> None:
+    if config.state_init != "embedding" and config.injection == "none":
+        raise ConfigError.of("state_init", config.state_init, "needs an injection, or the input never reaches the loop")
+    if config.share_readout_norm and config.readout != config.inter_loop_norm:
+        why = (
+            f"needs readout and inter_loop_norm to be the same norm, not {config.readout} and {config.inter_loop_norm}"
+        )
+        raise ConfigError.of("share_readout_norm", True, why)
+
+
+def _check_readout(config: ModelConfig) -> None:
+    if config.vocab_size < 2:
+        raise ConfigError.of("vocab_size", config.vocab_size, "needs at least two tokens to tell apart")
+    if config.readout == "final-only" and config.num_loops < 2:
+        raise ConfigError.of("readout", "final-only", "needs num_loops ≥ 2; with one loop it is rmsnorm")
+    if not 0 <= config.taper_gate <= 1:
+        raise ConfigError.of("taper_gate", config.taper_gate, "must be between 0 and 1")
+    _check_only_with(config, "readout", "alpha", "alpha", "alpha_mode", "reference_scale", "reference_mode")
+    _check_only_with(config, "readout", "taper", "taper_gate")
+
+
+def _check_only_with(config: Any, chooser: str, choice: str, *names: str) -> None:
+    """Fields that mean something only under one choice must keep their default under the others."""
+    if getattr(config, chooser) == choice:
+        return
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if spec.name in names and value != spec.default:
+            raise ConfigError.of(spec.name, value, f"has no effect unless {chooser} = {choice!r}")
+
+
+def _check_pairing(config: Any, chooser: str, needed: dict[str, str]) -> None:
+    """A choice that needs a field, and a field that needs that choice, come together or not at all."""
+    for choice, name in needed.items():
+        chosen, given = getattr(config, chooser) == choice, getattr(config, name) is not None
+        if chosen and not given:
+            raise ConfigError.of(chooser, choice, f"needs {name}; add --{name.replace('_', '-')}")
+        if given and not chosen:
+            raise ConfigError.of(name, getattr(config, name), f"has no effect unless {chooser} = {choice!r}")
+
+
+def _check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        if (value := getattr(config, name)) is not None and value <= 0:
+            raise ConfigError.of(name, value, "must be above 0")
+
+
+def _check_not_negative(config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 0:
+            raise ConfigError.of(name, getattr(config, name), "must not be negative")
+
+
+def _check_types(config: Any) -> None:
+    """Every value has its field's declared type; YAML and Python callers get no silent coercion."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _matches(value, hint):
+            raise ConfigError.of(name, value, f"expected {_describe(hint)}")
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise ConfigError.of(name, value, "must be a finite number")
+
+
+def _matches(value: object, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in args
+    if origin in (types.UnionType, typing.Union):
+        return any(_matches(value, arg) for arg in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_matches(item, args[0]) for item in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(args)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_describe(arg) for arg in args)
+    if origin is tuple:
+        return "a list of numbers"
+    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
+    return names.get(hint, str(hint))
+
+
+def _mapping(data: object, source: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: expected a mapping of names to values, found {type(data).__name__}")
+    return data
+
+
+def _check_keys(data: dict[str, Any], allowed: list[str], source: str) -> None:
+    for key in data:
+        if key not in allowed:
+            raise ConfigError(f"{source}: unknown key {key!r}; {suggest(str(key), allowed)}")

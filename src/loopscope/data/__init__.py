@@ -1,0 +1,1 @@
+"""Text for training and evaluation."""

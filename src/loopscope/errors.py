@@ -1,0 +1,55 @@
+"""The error tree. Every error a user can cause derives from `LoopscopeError` and carries an exit code.
+
+LoopscopeError                 exit code 2: the user's mistake, told in one sentence
+├── ConfigError                a field, flag or file of a configuration is wrong
+├── DataError                  a corpus or batch cannot be used
+├── ProtocolError              a model breaks the LoopedModel protocol
+└── UnsupportedError           a combination that this build or machine cannot do
+
+Findings (a blind spot, a claim that fails) are results, not errors: verbs return exit code 1 for them.
+`assert` is reserved for our own bugs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_FINDINGS = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class LoopscopeError(Exception):
+    """Base of all errors that are told to the user in one sentence, without a traceback."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(LoopscopeError):
+    """A configuration is wrong; the message names the field, its flag, its value and what is allowed."""
+
+    @classmethod
+    def of(cls, field: str, value: object, why: str) -> ConfigError:
+        """`num_heads = 5: … (flag --num-heads)`: the one form all field errors have."""
+        return cls(f"{field} = {value!r}: {why} (flag --{field.replace('_', '-')})")
+
+
+class DataError(LoopscopeError):
+    """A corpus, batch or tensor handed in by the user cannot be used."""
+
+
+class ProtocolError(LoopscopeError):
+    """A model does not do what `loopscope.protocol` says; the message names the function and the loop."""
+
+
+class UnsupportedError(LoopscopeError):
+    """Asked for something this operation, build or machine cannot do; the message names the way that works."""
+
+
+def suggest(word: str, allowed: Iterable[str]) -> str:
+    """`did you mean 'width'?` when something close exists, else the list of what is allowed."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(names)}"

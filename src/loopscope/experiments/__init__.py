@@ -1,0 +1,1 @@
+"""Experiments on looped models: the quickstart's 2×2."""

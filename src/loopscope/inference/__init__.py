@@ -1,0 +1,1 @@
+"""Running looped models: caches, generation, halting."""

@@ -1,0 +1,1 @@
+"""Our own looped language model: layers, one loop, readouts, and the whole."""

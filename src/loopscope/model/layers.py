@@ -1,0 +1,174 @@
+"""Transformer layers: norms, positions, attention, feed-forward, and where the norms sit.
+
+Shape legend: B batch, T tokens, S tokens attended to, D width, H heads, G key/value heads, C head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loopscope.config import ModelConfig
+from loopscope.protocol import Cache, Slot
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of the rotary angles, per batch row so that rows can be taken apart."""
+
+    cos_BTC: Tensor
+    sin_BTC: Tensor
+
+
+torch.utils._pytree.register_dataclass(Rotation)
+
+
+def make_norm(kind: str, width: int, eps: float) -> nn.Module:
+    """RMSNorm h/√(mean h² + eps)·g, or LayerNorm, which also removes the mean and adds a bias."""
+    return nn.RMSNorm(width, eps=eps) if kind == "rmsnorm" else nn.LayerNorm(width, eps=eps)
+
+
+def rotation(positions_BT: Tensor, head_width: int, base: float) -> Rotation:
+    """Angles position · base^(−2i/C) for each pair of channels i (first half with second half)."""
+    exponent_C = torch.arange(0, head_width, 2, device=positions_BT.device, dtype=torch.float32) / head_width
+    angles_BTC = positions_BT[..., None].float() * base**-exponent_C
+    return Rotation(angles_BTC.cos(), angles_BTC.sin())
+
+
+def rotate(x_BHTC: Tensor, by: Rotation) -> Tensor:
+    """Rotate each pair of channels (x_i, x_{i+C/2}) by its angle; scores then depend on distance only."""
+    cos_B1TC, sin_B1TC = by.cos_BTC[:, None].to(x_BHTC.dtype), by.sin_BTC[:, None].to(x_BHTC.dtype)
+    left, right = x_BHTC.chunk(2, dim=-1)
+    return torch.cat([left * cos_B1TC - right * sin_B1TC, right * cos_B1TC + left * sin_B1TC], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention through SDPA, one fused projection, optional grouped KV heads and qk-norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
+        self.head_width = config.width // config.num_heads
+        self.qkv = nn.Linear(config.width, (self.num_heads + 2 * self.kv_heads) * self.head_width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot) -> Tensor:
+        qkv_BTHC = self.qkv(x_BTD).unflatten(-1, (-1, self.head_width))
+        q, k, v = (part.transpose(1, 2) for part in qkv_BTHC.split([self.num_heads, self.kv_heads, self.kv_heads], 2))
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        if cache is not None:
+            k, v = cache.extend(slot, k, v)
+        return self.out(causal_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+def causal_attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor) -> Tensor:
+    """SDPA in which the last query sees all S keys; T < S when earlier tokens come from a cache."""
+    tokens, keys = q_BHTC.shape[-2], k_BGSC.shape[-2]
+    mask_TS = None
+    if 1 < tokens < keys:
+        mask_TS = torch.ones(tokens, keys, dtype=torch.bool, device=q_BHTC.device).tril(keys - tokens)
+    return F.scaled_dot_product_attention(
+        q_BHTC,
+        k_BGSC,
+        v_BGSC,
+        attn_mask=mask_TS,
+        is_causal=tokens == keys,
+        enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
+    )
+
+
+class FeedForward(nn.Module):
+    """SwiGLU down(silu(gate x)·up x), or a plain two-layer network with GELU or ReLU²."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.kind = config.mlp
+        self.up = nn.Linear(config.width, config.mlp_hidden * (2 if config.mlp == "swiglu" else 1), bias=False)
+        self.out = nn.Linear(config.mlp_hidden, config.width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        hidden = self.up(x_BTD)
+        if self.kind == "swiglu":
+            gate, value = hidden.chunk(2, dim=-1)
+            return self.out(F.silu(gate) * value)
+        return self.out(F.gelu(hidden) if self.kind == "gelu" else F.relu(hidden).square())
+
+
+class PreNorm(nn.Module):
+    """x + f(norm(x)): the residual stream itself is never normalised, so the loop carries its scale."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(config.norm, config.width, config.norm_eps)
+
+    def before(self, x_BTD: Tensor) -> Tensor:
+        """What the branch reads."""
+        return self.norm(x_BTD)
+
+    def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        """How the branch's output joins the stream."""
+        return x_BTD + branch_BTD
+
+
+class SumNorm(PreNorm):
+    """norm'(x + f(norm(x))): the sum is normalised too, so no scale survives a layer (Huginn)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.sum_norm = make_norm(config.norm, config.width, config.norm_eps)
+
+    def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        return self.sum_norm(x_BTD + branch_BTD)
+
+
+class SandwichNorm(PreNorm):
+    """x + norm'(f(norm(x))): every branch writes a bounded amount, the stream still carries its scale (Ouro)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.branch_norm = make_norm(config.norm, config.width, config.norm_eps)
+
+    def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        return x_BTD + self.branch_norm(branch_BTD)
+
+
+# A further placement (NormFormer, DeepNorm) is one class with `before` and `after`, and one line here.
+NORM_PLACEMENTS: dict[str, type[PreNorm]] = {"pre": PreNorm, "sum": SumNorm, "sandwich": SandwichNorm}
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each as a residual branch under the chosen norm placement."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        placement = NORM_PLACEMENTS[config.norm_placement]
+        self.attention, self.attention_norms = Attention(config), placement(config)
+        self.feed_forward, self.feed_forward_norms = FeedForward(config), placement(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot) -> Tensor:
+        branch_BTD = self.attention(self.attention_norms.before(x_BTD), rotary, cache, slot)
+        x_BTD = self.attention_norms.after(x_BTD, self.dropout(branch_BTD))
+        branch_BTD = self.feed_forward(self.feed_forward_norms.before(x_BTD))
+        return self.feed_forward_norms.after(x_BTD, self.dropout(branch_BTD))
+
+
+class Stack(nn.Module):
+    """Layers in a row: the prelude, the shared core, or the coda."""
+
+    def __init__(self, config: ModelConfig, num_layers: int, part: str) -> None:
+        super().__init__()
+        self.part = part
+        self.layers = nn.ModuleList(Layer(config) for _ in range(num_layers))
+
+    def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None = None, k: int = 0) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x_BTD = layer(x_BTD, rotary, cache, (self.part, k, index))
+        return x_BTD

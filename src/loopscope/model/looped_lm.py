@@ -1,0 +1,155 @@
+"""The whole looped language model: embed → prelude → K × loop → coda → readout → head.
+
+Shape legend: B batch, T tokens, D width, V vocabulary, K loops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from loopscope.config import ModelConfig
+from loopscope.errors import DataError
+from loopscope.model.layers import Attention, FeedForward, Rotation, Stack, rotation
+from loopscope.model.readouts import Norm, make_readout
+from loopscope.model.recurrence import Context, Recurrence
+from loopscope.objectives.placement import Objective, ObjectiveResult
+from loopscope.protocol import Cache, LoopState, LoopTrace, run_loops
+
+SCALED_STD = 0.02
+HUGINN_NOISE_STD = math.sqrt(2 / 5)
+"""Std of Huginn's initial state, a normal truncated at three standard deviations."""
+
+
+class LoopedLM(nn.Module):
+    """A LoopedModel (see `protocol`) built from a `ModelConfig`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_loops = config.num_loops
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.max_length, config.width) if config.positions == "learned" else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.prelude = Stack(config, config.prelude_layers, "prelude")
+        self.recurrence = Recurrence(config)
+        self.coda = Stack(config, config.coda_layers, "coda")
+        self.readout_map = make_readout(config)
+        if config.share_readout_norm:
+            assert isinstance(self.readout_map, Norm)
+            self.recurrence.inter_loop_norm = self.readout_map.norm
+        self.exit_gate = nn.Linear(config.width, 1) if config.exit_gate else None
+        self.unembedding = None if config.tie_head else nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.init == "scaled":
+            _init_scaled(self, config)
+
+    @property
+    def head(self) -> Tensor:
+        """W_VD, tied to the embedding unless the configuration says otherwise."""
+        return self.embedding.weight if self.unembedding is None else self.unembedding.weight
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        objective: Objective | None = None,
+        *,
+        num_loops: int | None = None,
+    ) -> LoopTrace | ObjectiveResult:
+        """The trace of all loops; with targets and an objective, the loss: inside forward, where DDP and FSDP see it."""
+        if objective is None:
+            return run_loops(self, ids_BT, num_loops=num_loops)
+        if targets_BT is None:
+            raise DataError("an objective needs targets: call model(ids, targets, objective)")
+        return objective(self, ids_BT, targets_BT, num_loops=num_loops)
+
+    def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
+        """Token (and learned position) embedding, dropout, prelude, and the initial state."""
+        start = 0 if cache is None else cache.length
+        end = start + ids_BT.shape[-1]
+        self._check_ids(ids_BT, end)
+        positions_T = torch.arange(start, end, device=ids_BT.device)
+        e_BTD = self.embedding(ids_BT)
+        if self.positions is not None:
+            e_BTD = e_BTD + self.positions(positions_T)
+        rotary = self._rotation(positions_T.expand(ids_BT.shape))
+        e_BTD = self.prelude(self.dropout(e_BTD), rotary, cache)
+        if cache is not None:
+            cache.length = end
+        return LoopState(self._initial_state(e_BTD, start, end), context=Context(e_BTD, rotary))
+
+    def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+        """h_{k-1} → h_k; see `recurrence`."""
+        return self.recurrence(state, k, cache)
+
+    def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
+        """What the head multiplies at loop k: readout(coda(h_k))."""
+        return self.readout_map(self.coda(state.h_BTD, state.context.rotary, cache, k), k)
+
+    def exit_logits(self, features_BTD: Tensor) -> Tensor:
+        """Logit_BT of leaving at this loop, given that no earlier loop was left at."""
+        assert self.exit_gate is not None, "Config allows the gated objective only with an exit gate"
+        return self.exit_gate(features_BTD).squeeze(-1)
+
+    def hides(self, k: int) -> frozenset[str]:
+        """What the readout at loop k declares to hide of the state. A coda before it may hide more, or less."""
+        return self.readout_map.hides(k)
+
+    def _rotation(self, positions_BT: Tensor) -> Rotation | None:
+        if self.config.positions != "rope":
+            return None
+        return rotation(positions_BT, self.config.width // self.config.num_heads, self.config.rope_base)
+
+    def _initial_state(self, e_BTD: Tensor, start: int, end: int) -> Tensor:
+        """h_0: the embedding, zeros, or noise (fresh in training; in evaluation a fixed draw per position)."""
+        if self.config.state_init == "embedding":
+            return e_BTD
+        if self.config.state_init == "zeros":
+            return torch.zeros_like(e_BTD)
+        if self.training:
+            return _truncated_noise(torch.empty_like(e_BTD), None)
+        generator = torch.Generator().manual_seed(0)
+        table_TD = _truncated_noise(torch.empty(end, e_BTD.shape[-1]), generator)
+        return table_TD[start:].to(e_BTD).expand_as(e_BTD)
+
+    def _check_ids(self, ids_BT: Tensor, end: int) -> None:
+        if ids_BT.dim() != 2 or ids_BT.dtype not in (torch.int64, torch.int32) or 0 in ids_BT.shape:
+            raise DataError(
+                f"ids must be a non-empty (batch, tokens) tensor of int64, got {tuple(ids_BT.shape)} of {ids_BT.dtype}"
+            )
+        if end > self.config.max_length:
+            raise DataError(f"a sequence of {end} tokens is longer than max_length = {self.config.max_length}")
+
+
+def build(config: ModelConfig, *, seed: int | None = None, device: str | torch.device = "cpu") -> LoopedLM:
+    """A freshly initialised model; the same seed gives the same weights and leaves the global RNG untouched."""
+    with torch.random.fork_rng(devices=[], enabled=seed is not None), torch.device(device):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return LoopedLM(config)
+
+
+def count_parameters(model: LoopedLM) -> dict[str, int]:
+    """Parameters by part; shared ones are counted once, so the values add up to the total."""
+    parts: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parts[name.split(".")[0]] += parameter.numel()
+    return dict(parts)
+
+
+def _init_scaled(model: LoopedLM, config: ModelConfig) -> None:
+    """std 0.02 everywhere; projections that write into the residual stream shrink by √(2·depth), loops counted."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=SCALED_STD)
+    for module in model.modules():
+        if isinstance(module, (Attention, FeedForward)):
+            nn.init.normal_(module.out.weight, std=SCALED_STD / math.sqrt(2 * config.depth))
+
+
+def _truncated_noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    std = HUGINN_NOISE_STD
+    return nn.init.trunc_normal_(like, std=std, a=-3 * std, b=3 * std, generator=generator)

@@ -1,0 +1,139 @@
+"""One loop: what turns h_{k-1} into h_k.
+
+    h ← norm(h)                 inter-loop norm, opens every loop after the first
+    h ← σ(γ)·h                  spectral damping
+    h ← inject(h, e)            the embedded input e is read again
+    h ← h + loop_embedding[k]
+    h ← core(h)                 the shared layers
+
+All but the core are off in the paper's model. Without a norm in this path a pre-norm core is F(h) = h + B(norm(h)), and
+Lemma 2 (activity, arXiv 2606.24898) holds: with h = s·u, ‖u‖_rms = 1 and B = a·u + b_⊥,
+
+    s' = √((s + a)² + ‖b_⊥‖²_rms) = s + a + O(1/s)        u' = u + b_⊥/s + O(1/s²)
+
+Scale is carried on at leading order while direction moves ever more slowly.
+
+Shape legend: B batch, T tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loopscope.config import ModelConfig
+from loopscope.model.layers import Rotation, Stack, make_norm
+from loopscope.protocol import Cache, LoopState
+
+DAMPING_LOGIT = 3.0
+"""Spectral damping starts at σ(3) = 0.95."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every loop may read: the embedded input and the rotary angles."""
+
+    input_BTD: Tensor
+    rotary: Rotation | None
+
+
+torch.utils._pytree.register_dataclass(Context)
+
+
+class AddInjection(nn.Module):
+    """h + e."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+    def forward(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        return h_BTD + e_BTD
+
+
+class ConcatInjection(nn.Module):
+    """W·[h, e] (Huginn's adapter)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        return self.project(torch.cat([h_BTD, e_BTD], dim=-1))
+
+
+class GatedInjection(nn.Module):
+    """g·h + (1 − g)·e with g = σ(W·[h, e])."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        gate_BTD = self.gate(torch.cat([h_BTD, e_BTD], dim=-1)).sigmoid()
+        return gate_BTD * h_BTD + (1 - gate_BTD) * e_BTD
+
+
+class DiagonalInjection(nn.Module):
+    """h·exp(−Δ·exp(A)) + Δ·(B e) with Δ = softplus(dt) > 0: every channel decays, so the loop contracts (Parcae)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.log_rate = nn.Parameter(torch.zeros(width))
+        self.step_bias = nn.Parameter(torch.zeros(width))
+        self.project = nn.Linear(width, width, bias=False)
+
+    def forward(self, h_BTD: Tensor, e_BTD: Tensor) -> Tensor:
+        step_D = F.softplus(self.step_bias)
+        return h_BTD * torch.exp(-step_D * self.log_rate.exp()) + step_D * self.project(e_BTD)
+
+
+INJECTIONS: dict[str, Callable[[int], nn.Module]] = {
+    "add": AddInjection,
+    "concat": ConcatInjection,
+    "gated": GatedInjection,
+    "diagonal": DiagonalInjection,
+}
+
+
+class Recurrence(nn.Module):
+    """The loop itself; see the module's docstring for the order of its parts."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_loops = config.num_loops
+        self.inter_loop_norm = _inter_loop_norm(config)
+        self.damping = nn.Parameter(torch.tensor(DAMPING_LOGIT)) if config.spectral_damping else None
+        self.injection = INJECTIONS[config.injection](config.width) if config.injection != "none" else None
+        self.loop_embedding = nn.Embedding(config.num_loops, config.width) if config.loop_embedding else None
+        self.core = Stack(config, config.num_layers, "core")
+
+    def forward(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+        """h_{k-1} → h_k."""
+        context: Context = state.context
+        h_BTD = self.open(state.h_BTD, context.input_BTD, k)
+        # The core must not depend on k, so that one compiled graph serves all loops; only cache slots need it.
+        h_BTD = self.core(h_BTD, context.rotary, cache, k if cache is not None else 0)
+        return state.with_h(h_BTD)
+
+    def open(self, h_BTD: Tensor, e_BTD: Tensor, k: int) -> Tensor:
+        """Everything that happens to the carried state before the core."""
+        if self.inter_loop_norm is not None and k > 1:
+            h_BTD = self.inter_loop_norm(h_BTD)
+        if self.damping is not None:
+            h_BTD = h_BTD * self.damping.sigmoid()
+        if self.injection is not None:
+            h_BTD = self.injection(h_BTD, e_BTD)
+        if self.loop_embedding is not None:
+            # Loops beyond the trained depth see the last embedding.
+            h_BTD = h_BTD + self.loop_embedding.weight[min(k, self.num_loops) - 1]
+        return h_BTD
+
+
+def _inter_loop_norm(config: ModelConfig) -> nn.Module | None:
+    if config.inter_loop_norm == "none":
+        return None
+    return make_norm(config.inter_loop_norm, config.width, config.norm_eps)

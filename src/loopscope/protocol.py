@@ -1,0 +1,229 @@
+"""The one protocol between a looped model and everything else: training, audit, inference, reports.
+
+A model embeds tokens into a state, runs one loop at a time, and reads a state out. That is all the rest of loopscope
+knows of it, so the audit of our own model and of somebody else's is the same code.
+
+Canonical cut: the state h_k is what loop k leaves *before* any inter-loop norm; that norm opens loop k + 1. Reported
+norms then mean the same in every design. Loops are counted from 1: `loop(state, k)` turns h_{k-1} into h_k.
+
+Shape legend: B batch, T tokens, D width, V vocabulary, K loops, H heads, C head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from loopscope.errors import ConfigError, ProtocolError
+
+
+@dataclass
+class LoopState:
+    """Everything one loop hands to the next. A pytree; every tensor in it leads with the batch."""
+
+    h_BTD: Tensor
+    """The carried state that is read out."""
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    """Further carried tensors by name; some designs have two."""
+    context: Any = None
+    """What every loop may read and none may change: injected input, positions."""
+
+    def take(self, rows: Tensor) -> LoopState:
+        """The state of some batch rows only (an index or a mask), carried tensors and context included."""
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor[rows], self)
+
+    def with_h(self, h_BTD: Tensor) -> LoopState:
+        """The same state around another h."""
+        return replace(self, h_BTD=h_BTD)
+
+
+pytree.register_dataclass(LoopState)
+
+Slot = tuple[str, int, int]
+"""Part of the model ("prelude", "core", "coda"), loop, layer: the address of one key/value entry."""
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens, one slot per part, loop and layer; see `inference.cache`."""
+
+    length: int
+    """Tokens embedded so far; `embed` reads it as the offset of new positions and then advances it."""
+
+    def extend(self, slot: Slot, k_BHTC: Tensor, v_BHTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new keys and values of a slot and return all of them."""
+        ...
+
+
+@runtime_checkable
+class LoopedModel(Protocol):
+    """What loopscope needs to know of a looped model."""
+
+    num_loops: int
+    """The depth it was trained at."""
+
+    @property
+    def head(self) -> Tensor:
+        """W_VD; logits = features @ head.T. Models that override `readout` may not have one."""
+        ...
+
+    def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
+        """State before the first loop, prelude included."""
+        ...
+
+    def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+        """Run loop k: h_{k-1} → h_k."""
+        ...
+
+    def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
+        """What the head multiplies at loop k: coda and readout norm applied, or h itself."""
+        ...
+
+
+def readout(model: LoopedModel, state: LoopState, k: int) -> Tensor:
+    """Logits_BTV at loop k: the model's own `readout` where it has one, else features @ head.T."""
+    own = getattr(model, "readout", None)
+    if own is not None:
+        return own(state, k)
+    return nn.functional.linear(model.features(state, k), model.head)
+
+
+@dataclass
+class LoopTrace:
+    """The states of all loops of one forward pass."""
+
+    states: list[LoopState]
+    """states[0] is before the first loop, states[k] is after loop k."""
+
+    @property
+    def num_loops(self) -> int:
+        """Loops that were run."""
+        return len(self.states) - 1
+
+    @property
+    def h_KBTD(self) -> Tensor:
+        """h_1 … h_K stacked (a copy)."""
+        return torch.stack([state.h_BTD for state in self.states[1:]])
+
+    def norms_K(self) -> Tensor:
+        """Mean over tokens of ‖h_k‖₂ for k = 1..K, without gradient: the norm every report shows."""
+        return torch.stack([state.h_BTD.detach().float().norm(dim=-1).mean() for state in self.states[1:]])
+
+
+def run_loops(
+    model: LoopedModel,
+    ids_BT: Tensor,
+    *,
+    num_loops: int | None = None,
+    backprop_loops: int | None = None,
+    cache: Cache | None = None,
+) -> LoopTrace:
+    """Embed and run `num_loops` loops (any number ≥ 1; the trained depth by default), keeping every state.
+
+    With `backprop_loops = B` all but the last B loops run without gradient: truncated back-propagation through depth.
+    """
+    num_loops = model.num_loops if num_loops is None else num_loops
+    if num_loops < 1:
+        raise ConfigError.of("num_loops", num_loops, "a looped model runs at least one loop")
+    first_with_grad = 1 if backprop_loops is None else num_loops - backprop_loops + 1
+    states = [model.embed(ids_BT, cache)]
+    for k in range(1, num_loops + 1):
+        with nullcontext() if k >= first_with_grad else torch.no_grad():
+            states.append(model.loop(states[-1], k, cache))
+    return LoopTrace(states)
+
+
+class AdaptedModel(nn.Module):
+    """Somebody else's looped model, as three plain functions; made by `adapt`."""
+
+    def __init__(
+        self,
+        embed: Callable[[Tensor], Any],
+        loop: Callable[[Any, int], Any],
+        readout: Callable[[Any, int], Tensor],
+        num_loops: int,
+        module: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        if num_loops < 1:
+            raise ConfigError.of("num_loops", num_loops, "a looped model runs at least one loop")
+        self.num_loops = num_loops
+        self.module = module
+        self._embed, self._loop, self._readout = embed, loop, readout
+        self._takes_state = False
+
+    @property
+    def head(self) -> Tensor:
+        """Adapted models are read out by their own function."""
+        raise ProtocolError("an adapted model has no head of its own: use loopscope.readout(model, state, k)")
+
+    def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
+        """`embed(ids)` → h_BTD, or a whole LoopState for designs that carry more than h."""
+        _refuse_cache(cache)
+        result = self._embed(ids_BT)
+        self._takes_state = isinstance(result, LoopState)
+        state = self._as_state(result, None, "embed(ids)")
+        if state.h_BTD.dim() != 3 or state.h_BTD.shape[:2] != ids_BT.shape:
+            raise ProtocolError(
+                f"embed(ids) must return a state of shape (batch, tokens, width) for ids of shape "
+                f"{tuple(ids_BT.shape)}, got {tuple(state.h_BTD.shape)}"
+            )
+        return state
+
+    def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+        """`loop(h, k)` → h of the same shape."""
+        _refuse_cache(cache)
+        new = self._as_state(self._loop(self._unwrap(state), k), state, f"loop(h, {k})")
+        if new.h_BTD.shape != state.h_BTD.shape:
+            before, after = tuple(state.h_BTD.shape), tuple(new.h_BTD.shape)
+            raise ProtocolError(f"loop(h, {k}) changed the shape of the state from {before} to {after}")
+        return new
+
+    def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
+        """Adapted models are read out by their own function."""
+        raise ProtocolError("an adapted model has no features: use loopscope.readout(model, state, k)")
+
+    def readout(self, state: LoopState, k: int) -> Tensor:
+        """`readout(h, k)` → logits_BTV."""
+        logits = self._readout(self._unwrap(state), k)
+        if not isinstance(logits, Tensor) or logits.shape[:-1] != state.h_BTD.shape[:-1]:
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise ProtocolError(f"readout(h, {k}) must return logits of shape (batch, tokens, vocabulary), got {shape}")
+        return logits
+
+    def _unwrap(self, state: LoopState) -> Any:
+        return state if self._takes_state else state.h_BTD
+
+    def _as_state(self, result: object, before: LoopState | None, call: str) -> LoopState:
+        if isinstance(result, LoopState):
+            return result
+        if not isinstance(result, Tensor):
+            raise ProtocolError(f"{call} must return a tensor or a LoopState, got {type(result).__name__}")
+        return before.with_h(result) if before is not None else LoopState(result)
+
+
+def adapt(
+    *,
+    embed: Callable[[Tensor], Any],
+    loop: Callable[[Any, int], Any],
+    readout: Callable[[Any, int], Tensor],
+    num_loops: int,
+    module: nn.Module | None = None,
+) -> AdaptedModel:
+    """A LoopedModel of three plain functions: embed(ids) → h, loop(h, k) → h, readout(h, k) → logits.
+
+    Cut the loop where the state has not yet been through an inter-loop norm. `module` is the network the functions
+    call: pass it so that its parameters and its train/eval mode are seen. A design that carries more than one tensor
+    returns a `LoopState` from `embed` and gets one in `loop` and `readout`.
+    """
+    return AdaptedModel(embed, loop, readout, num_loops, module)
+
+
+def _refuse_cache(cache: Cache | None) -> None:
+    if cache is not None:
+        raise ProtocolError("an adapted model takes no cache: its functions see whole sequences")

@@ -1,0 +1,28 @@
+"""What all tests share: a small model configuration and a fixed seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+from loopscope.config import ModelConfig
+
+settings.register_profile("loopscope", deadline=None, max_examples=40, derandomize=True)
+settings.load_profile("loopscope")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny() -> ModelConfig:
+    """A model small enough for float64 derivatives."""
+    return ModelConfig(vocab_size=37, width=32, num_layers=2, num_loops=3, num_heads=4, max_length=24, dropout=0.0)
+
+
+@pytest.fixture
+def ids_BT() -> torch.Tensor:
+    return torch.randint(37, (2, 12), generator=torch.Generator().manual_seed(7))

@@ -1,0 +1,197 @@
+"""Readouts show what they say and hide what they say (Lemma 1, arXiv 2606.24898)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from loopscope.config import ModelConfig
+from loopscope.model.readouts import Alpha, MeanScale, Readout, Taper, make_readout
+
+WIDTH, VOCABULARY, LOOPS = 24, 50, 3
+BASE = ModelConfig(width=WIDTH, num_heads=4, num_loops=LOOPS, vocab_size=VOCABULARY)
+
+EVERY_READOUT = {
+    "rmsnorm": {"readout": "rmsnorm"},
+    "layernorm": {"readout": "layernorm"},
+    "raw": {"readout": "raw"},
+    "final-only": {"readout": "final-only"},
+    "alpha 0": {"readout": "alpha", "alpha": 0.0, "reference_scale": 3.0},
+    "alpha 1e-5": {"readout": "alpha", "alpha": 1e-5},
+    "alpha 0.5": {"readout": "alpha", "alpha": 0.5, "alpha_mode": "learned", "reference_mode": "learned"},
+    "alpha 1": {"readout": "alpha", "alpha": 1.0, "alpha_mode": "per-loop", "reference_mode": "ema"},
+    "taper 1": {"readout": "taper", "taper_gate": 1.0},
+    "taper 0.5": {"readout": "taper", "taper_gate": 0.5},
+    "taper 0": {"readout": "taper", "taper_gate": 0.0},
+}
+
+
+def readout_of(name: str, seed: int = 0, eps: float = 1e-6) -> Readout:
+    """In evaluation mode, float64, with random gains: trained readouts do not have gains of one."""
+    readout = make_readout(replace(BASE, norm_eps=eps, **EVERY_READOUT[name])).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter_name, parameter in readout.named_parameters():
+        if parameter.numel() == WIDTH:
+            noise = torch.rand(WIDTH, generator=generator, dtype=torch.float64)
+            parameter.data = (0.5 + noise) if "bias" not in parameter_name else noise
+    return readout
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def change(readout: Readout, k: int, before: torch.Tensor, after: torch.Tensor) -> float:
+    shown, other = readout(before, k), readout(after, k)
+    return ((shown - other).norm() / shown.norm()).item()
+
+
+@pytest.mark.parametrize("name", EVERY_READOUT)
+@given(
+    seed=st.integers(0, 10**6),
+    k=st.integers(1, LOOPS + 2),
+    factor=st.floats(0.1, 10).filter(lambda a: abs(a - 1) > 0.2),
+)
+def test_scale_is_hidden_exactly_where_declared(name, seed, k, factor):
+    readout, h_BTD = readout_of(name, seed), 3 * draw(seed, 1, 4, WIDTH)
+    seen = change(readout, k, h_BTD, factor * h_BTD)
+    if "scale" in readout.hides(k):
+        assert seen < 1e-4
+    else:
+        assert seen > 1e-3
+
+
+@pytest.mark.parametrize("name", EVERY_READOUT)
+@given(seed=st.integers(0, 10**6), k=st.integers(1, LOOPS + 2), shift=st.floats(0.5, 5))
+def test_the_mean_is_hidden_exactly_where_declared(name, seed, k, shift):
+    readout, h_BTD = readout_of(name, seed), 3 * draw(seed, 1, 4, WIDTH)
+    seen = change(readout, k, h_BTD, h_BTD + shift)
+    if "mean" in readout.hides(k):
+        assert seen < 1e-4
+    else:
+        assert seen > 1e-2
+
+
+def radial_gradient(readout: Readout, k: int, h_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """⟨∇_h CE, h⟩ per token, and ⟨∇_f CE, f⟩: what it would be if the features were the state itself."""
+    head_VD, targets = draw(1, VOCABULARY, WIDTH), torch.arange(h_BTD.shape[1])
+    h_BTD = h_BTD.clone().requires_grad_()
+    features_BTD = readout(h_BTD, k)
+    features_BTD.retain_grad()
+    F.cross_entropy((features_BTD @ head_VD.T)[0], targets, reduction="sum").backward()
+    assert h_BTD.grad is not None and features_BTD.grad is not None
+    return (h_BTD.grad * h_BTD).sum(-1), (features_BTD.grad * features_BTD).sum(-1)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.03, 1.0, 100.0])
+@pytest.mark.parametrize("name", ["rmsnorm", "alpha 0", "taper 1"])
+def test_lemma_1_radial_gradient_through_rmsnorm_is_the_eps_leak(name, scale):
+    """The radial gradient is eps/(s² + eps) of the raw one, at every scale."""
+    eps = 1e-6
+    h_BTD = draw(3, 1, 6, WIDTH)
+    h_BTD = scale * h_BTD / h_BTD.square().mean(-1, keepdim=True).sqrt()
+    shown, raw = radial_gradient(readout_of(name, eps=eps), LOOPS, h_BTD)
+    torch.testing.assert_close(shown, eps / (scale**2 + eps) * raw, rtol=1e-6, atol=1e-12)
+
+
+def test_lemma_1_through_layernorm_holds_for_scale_and_for_mean():
+    h_BTD = draw(3, 1, 6, WIDTH)
+    centred = h_BTD - h_BTD.mean(-1, keepdim=True)
+    readout = readout_of("layernorm")
+    with torch.no_grad():
+        readout.norm.bias.zero_()
+    shown, raw = radial_gradient(readout, 1, centred)
+    variance = centred.square().mean(-1)
+    torch.testing.assert_close(shown, 1e-6 / (variance + 1e-6) * raw, rtol=1e-6, atol=1e-12)
+    h_BTD.requires_grad_()
+    loss = (readout(h_BTD, 1) @ draw(1, VOCABULARY, WIDTH).T).logsumexp(-1).sum()
+    (gradient,) = torch.autograd.grad(loss, h_BTD)
+    assert gradient.sum(-1).abs().max() < 1e-9 * gradient.norm()
+
+
+@pytest.mark.parametrize("name", EVERY_READOUT)
+def test_radial_gradient_share_is_tiny_where_scale_is_hidden_and_large_elsewhere(name):
+    readout, h_BTD = readout_of(name), draw(5, 1, 40, WIDTH)
+    for k in range(1, LOOPS + 1):
+        shown, raw = radial_gradient(readout, k, h_BTD)
+        share = (shown.abs() / raw.abs()).median()
+        assert share < 1e-4 if "scale" in readout.hides(k) else share > 0.1
+
+
+@given(alpha=st.floats(-1, 2), factor=st.floats(0.2, 5), seed=st.integers(0, 1000))
+def test_alpha_readout_shows_scale_to_the_power_alpha(alpha, factor, seed):
+    readout = make_readout(replace(BASE, readout="alpha", alpha=alpha, norm_eps=1e-12)).double()
+    h_BTD = draw(seed, 1, 3, WIDTH)
+    torch.testing.assert_close(readout(factor * h_BTD, 1), factor ** readout.exponent(1) * readout(h_BTD, 1))
+
+
+def test_alpha_readout_spans_rmsnorm_to_raw():
+    h_BTD = draw(0, 1, 3, WIDTH)
+    norm, raw = (make_readout(replace(BASE, readout="alpha", alpha=alpha, reference_scale=2.0)) for alpha in (0.0, 1.0))
+    expected = 2.0 * F.rms_norm(h_BTD, (WIDTH,), eps=BASE.norm_eps)
+    torch.testing.assert_close(norm.double()(h_BTD, 1), expected)
+    torch.testing.assert_close(raw.double()(h_BTD, 1), h_BTD)
+
+
+def test_per_loop_alpha_hides_scale_only_where_its_own_exponent_is_zero():
+    readout = make_readout(replace(BASE, readout="alpha", alpha=0.5, alpha_mode="per-loop"))
+    assert isinstance(readout, Alpha)
+    readout.alpha.data[1] = 0.0
+    assert [sorted(readout.hides(k)) for k in (1, 2, 3, 9)] == [[], ["scale"], [], []]
+    h_BTD = draw(0, 1, 3, WIDTH).float()
+    readout(h_BTD, 3).sum().backward()
+    assert readout.alpha.grad is not None
+    assert (readout.alpha.grad != 0).tolist() == [False, False, True]
+
+
+def test_learned_reference_is_learned_and_fixed_is_not():
+    for mode, learned in (("fixed", False), ("learned", True), ("ema", False)):
+        readout = make_readout(replace(BASE, readout="alpha", alpha=0.5, reference_mode=mode))
+        assert bool(dict(readout.named_parameters())) is learned
+
+
+def test_ema_reference_follows_training_batches_and_ignores_evaluation_and_non_finite_ones():
+    mean_scale = MeanScale(1.0, momentum=0.5)
+    assert mean_scale(torch.full((1, 1, 1), 3.0)).item() == 2.0
+    assert mean_scale(torch.full((1, 1, 1), float("nan"))).item() == 2.0
+    assert mean_scale(torch.full((1, 1, 1), float("inf"))).item() == 2.0
+    mean_scale.eval()
+    assert mean_scale(torch.full((1, 1, 1), 9.0)).item() == 2.0
+
+
+def test_taper_goes_from_rmsnorm_to_a_linear_map_and_declares_it():
+    readout = make_readout(replace(BASE, readout="taper")).double().eval()
+    assert isinstance(readout, Taper)
+    h_BTD = draw(0, 1, 3, WIDTH)
+    torch.testing.assert_close(readout(h_BTD, 1), F.rms_norm(h_BTD, (WIDTH,), eps=BASE.norm_eps))
+    readout.taper_to(0.29)
+    assert readout.hides(1) == {"scale"}
+    readout.taper_to(0.65)
+    assert readout.gate.item() == pytest.approx(0.5)
+    assert not readout.hides(1)
+    readout.taper_to(1.0)
+    torch.testing.assert_close(readout(5 * h_BTD, 1), 5 * readout(h_BTD, 1))
+
+
+def test_taper_calibrates_its_constant_only_while_the_gate_is_closed():
+    readout = make_readout(replace(BASE, readout="taper"))
+    assert isinstance(readout, Taper)
+    readout(100 * draw(0, 1, 3, WIDTH).float(), 1)
+    calibrated = readout.mean_scale.mean.item()
+    assert calibrated > 1.5
+    readout.taper_to(0.5)
+    readout(100 * draw(0, 1, 3, WIDTH).float(), 1)
+    assert readout.mean_scale.mean.item() == calibrated
+
+
+def test_final_only_norms_at_the_trained_depth_and_beyond_whatever_is_run():
+    readout, h_BTD = readout_of("final-only"), draw(0, 1, 3, WIDTH)
+    for k in (1, LOOPS - 1):
+        assert torch.equal(readout(h_BTD, k), h_BTD)
+    for k in (LOOPS, LOOPS + 1):
+        assert not torch.allclose(readout(h_BTD, k), h_BTD)

@@ -1,0 +1,144 @@
+"""Configurations are strict: a wrong one is told in one sentence that names field, value and flag."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from loopscope.config import Config, ModelConfig, ObjectiveConfig, config_from_dict, config_to_yaml, load_config
+from loopscope.errors import ConfigError
+from loopscope.presets import PRESETS, preset
+
+WRONG_MODELS = [
+    ({"width": 64, "num_heads": 5}, "num_heads = 5: must divide width = 64 (flag --num-heads)"),
+    ({"num_heads": 4, "num_kv_heads": 3}, "must divide num_heads = 4"),
+    ({"num_loops": 0}, "num_loops = 0: must be above 0"),
+    ({"num_layers": -1}, "num_layers = -1"),
+    ({"prelude_layers": -1}, "must not be negative"),
+    ({"vocab_size": 1}, "at least two tokens"),
+    ({"dropout": 1.0}, "below 1"),
+    ({"width": 12, "num_heads": 4, "positions": "rope"}, "even head width"),
+    ({"readout": "final-only", "num_loops": 1}, "num_loops ≥ 2"),
+    ({"state_init": "zeros"}, "the input never reaches the loop"),
+    ({"share_readout_norm": True}, "the same norm"),
+    ({"alpha": 0.5}, "has no effect unless readout = 'alpha'"),
+    ({"taper_gate": 0.5}, "has no effect unless readout = 'taper'"),
+    ({"readout": "taper", "taper_gate": 1.5}, "between 0 and 1"),
+    ({"rope_base": 500.0}, "has no effect unless positions = 'rope'"),
+    ({"readout": "rms"}, "expected one of rmsnorm, layernorm"),
+    ({"width": "64"}, "expected a whole number"),
+    ({"width": True}, "expected a whole number"),
+    ({"dropout": float("nan")}, "finite"),
+    ({"qk_norm": 1}, "expected true or false"),
+]
+
+WRONG_OBJECTIVES = [
+    ({"placement": "weighted"}, "needs loop_weights; add --loop-weights"),
+    ({"loop_weights": (1.0,)}, "has no effect unless placement = 'weighted'"),
+    ({"placement": "weighted", "loop_weights": (0.0, 0.0)}, "at least one of them above 0"),
+    ({"placement": "last-n"}, "needs last_n"),
+    ({"exit_entropy": 0.1}, "has no effect unless placement = 'gated'"),
+    ({"norm_penalty": -1.0}, "must not be negative"),
+    ({"anchor_scale": 2.0}, "while scale_anchor is 0"),
+    ({"backprop_loops": 0}, "must be above 0"),
+]
+
+WRONG_PAIRS = [
+    ({}, {"placement": "gated"}, "--exit-gate"),
+    ({"exit_gate": True}, {}, "--objective gated"),
+    ({"readout": "final-only"}, {"placement": "terminal"}, "never shows its raw loops"),
+    ({"num_loops": 3}, {"placement": "weighted", "loop_weights": (1.0, 1.0)}, "each of 3 loops"),
+    ({"num_loops": 2}, {"placement": "weighted", "loop_weights": (1.0, 1.0), "depth": "uniform"}, "cannot be matched"),
+    ({"num_loops": 2}, {"placement": "last-n", "last_n": 3}, "exceeds num_loops = 2"),
+    ({"num_loops": 2}, {"backprop_loops": 3}, "exceeds num_loops = 2"),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), WRONG_MODELS)
+def test_a_wrong_model_is_refused_in_one_sentence(fields, sentence):
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(**fields)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "(flag --" in str(caught.value)
+
+
+@pytest.mark.parametrize(("fields", "sentence"), WRONG_OBJECTIVES)
+def test_a_wrong_objective_is_refused_in_one_sentence(fields, sentence):
+    with pytest.raises(ConfigError, match="flag --") as caught:
+        ObjectiveConfig(**fields)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(("model", "objective", "sentence"), WRONG_PAIRS)
+def test_a_model_and_an_objective_that_contradict_each_other_are_refused(model, objective, sentence):
+    with pytest.raises(ConfigError) as caught:
+        Config(model=ModelConfig(**model), objective=ObjectiveConfig(**objective))
+    assert sentence in str(caught.value)
+
+
+def test_unknown_keys_get_a_suggestion():
+    with pytest.raises(ConfigError, match="unknown key 'widht'; did you mean 'width'"):
+        config_from_dict({"model": {"widht": 64}})
+    with pytest.raises(ConfigError, match="unknown key 'modle'; did you mean 'model'"):
+        config_from_dict({"modle": {}})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_a_trip_through_yaml(name, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(config_to_yaml(preset(name)))
+    assert load_config(path) == preset(name)
+
+
+def test_lists_and_changes_survive_a_trip_through_yaml(tmp_path):
+    objective = ObjectiveConfig(placement="weighted", loop_weights=(0.0, 1.0, 2.5, 3.0), z_loss=1e-4)
+    config = Config(objective=objective)
+    path = tmp_path / "config.yaml"
+    path.write_text(config_to_yaml(config))
+    assert load_config(path) == config
+
+
+def test_a_file_changes_only_what_it_names(tmp_path):
+    path = tmp_path / "delta.yaml"
+    path.write_text("model: {readout: raw}\n")
+    base = preset("paper-44m")
+    changed = load_config(path, base)
+    assert changed.model == dataclasses.replace(base.model, readout="raw")
+    assert changed.objective == base.objective
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe\x00binary",
+        b"model: [unclosed",
+        b"- a list",
+        b"model: 3",
+        b"model: {width: [64]}",
+        b"!!python/object:os.system x",
+    ],
+)
+def test_a_corrupt_file_is_one_clear_sentence(tmp_path, content):
+    path = tmp_path / "corrupt.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*nowhere\.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert load_config(path, preset("micro")) == preset("micro")
+
+
+def test_configurations_cannot_be_changed_in_place():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ModelConfig().width = 3  # type: ignore[misc]

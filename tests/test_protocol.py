@@ -1,0 +1,140 @@
+"""The protocol: any number of loops, states as pytrees, truncated gradients, and strangers' models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import loopscope as ls
+from loopscope.errors import ConfigError, ProtocolError
+from loopscope.protocol import LoopedModel, LoopState, run_loops
+
+
+@pytest.mark.parametrize("num_loops", [1, 2, 3, 7])
+def test_a_model_runs_any_number_of_loops_and_deeper_runs_extend_shallower_ones(tiny, ids_BT, num_loops):
+    model = ls.build(replace(tiny, loop_embedding=True, readout="final-only"), seed=0).eval()
+    trace, deep = run_loops(model, ids_BT, num_loops=num_loops), run_loops(model, ids_BT, num_loops=9)
+    assert trace.num_loops == num_loops
+    for k in range(num_loops + 1):
+        assert torch.equal(trace.states[k].h_BTD, deep.states[k].h_BTD)
+    assert ls.readout(model, trace.states[num_loops], num_loops).isfinite().all()
+
+
+def test_zero_loops_are_refused(tiny, ids_BT):
+    with pytest.raises(ConfigError, match="at least one loop"):
+        run_loops(ls.build(tiny), ids_BT, num_loops=0)
+
+
+def test_our_model_is_a_looped_model(tiny):
+    assert isinstance(ls.build(tiny), LoopedModel)
+
+
+def test_readout_is_features_times_head(tiny, ids_BT):
+    model = ls.build(tiny).eval()
+    state = run_loops(model, ids_BT).states[2]
+    torch.testing.assert_close(ls.readout(model, state, 2), model.features(state, 2) @ model.head.T)
+
+
+def test_the_state_of_some_rows_goes_on_like_the_whole(tiny, ids_BT):
+    """`take` must slice everything a loop reads: h, the injected input, and the rotary angles."""
+    config = replace(tiny, injection="concat", positions="rope", prelude_layers=1)
+    model = ls.build(config, seed=0).eval()
+    whole = run_loops(model, ids_BT)
+    rows = torch.tensor([1])
+    part = model.loop(whole.states[1].take(rows), 2)
+    torch.testing.assert_close(part.h_BTD, whole.states[2].h_BTD[rows])
+    by_mask = whole.states[1].take(torch.tensor([False, True]))
+    assert all(
+        torch.equal(a, b) for a, b in zip(pytree.tree_leaves(by_mask), pytree.tree_leaves(whole.states[1].take(rows)))
+    )
+
+
+def test_take_slices_carried_tensors_too():
+    state = LoopState(torch.randn(3, 4, 5), carried={"low": torch.arange(3.0)}, context={"x": torch.arange(3)})
+    taken = state.take(torch.tensor([2, 0]))
+    assert taken.carried["low"].tolist() == [2.0, 0.0]
+    assert taken.context["x"].tolist() == [2, 0]
+
+
+def test_norms_are_means_over_tokens_of_the_euclidean_norm(tiny, ids_BT):
+    trace = run_loops(ls.build(tiny).eval(), ids_BT)
+    expected = trace.h_KBTD.square().sum(-1).sqrt().mean((1, 2))
+    torch.testing.assert_close(trace.norms_K(), expected)
+
+
+def test_truncated_backpropagation_sees_the_last_loops_only(tiny, ids_BT):
+    """With one of three loops back-propagated, the gradient is that of one loop started from a constant state."""
+    model = ls.build(tiny, seed=0).double()
+    weight = model.recurrence.core.layers[0].attention.qkv.weight
+
+    def gradient(h_BTD):
+        return torch.autograd.grad(h_BTD.square().sum(), weight)[0]
+
+    truncated = gradient(run_loops(model, ids_BT, backprop_loops=1).states[-1].h_BTD)
+    before = run_loops(model, ids_BT, num_loops=2).states[-1]
+    restarted = gradient(model.loop(before.with_h(before.h_BTD.detach()), 3).h_BTD)
+    full = gradient(run_loops(model, ids_BT).states[-1].h_BTD)
+    torch.testing.assert_close(truncated, restarted)
+    assert not torch.allclose(truncated, full)
+
+
+class Stranger(nn.Module):
+    """Somebody else's looped model, with its own names."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix, self.out = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11)
+
+    def step(self, h, k):
+        return h + torch.tanh(self.mix(h)) / k
+
+
+def adapted(stranger: Stranger, **changes):
+    functions = {"embed": stranger.table, "loop": stranger.step, "readout": lambda h, k: stranger.out(h)}
+    return ls.adapt(**{**functions, **changes}, num_loops=3, module=stranger)
+
+
+def test_three_functions_make_a_looped_model():
+    stranger, ids = Stranger(), torch.randint(11, (2, 5))
+    model = adapted(stranger)
+    h = stranger.table(ids)
+    for k in (1, 2, 3):
+        h = stranger.step(h, k)
+    trace = run_loops(model, ids)
+    assert torch.equal(trace.states[3].h_BTD, h)
+    assert torch.equal(ls.readout(model, trace.states[3], 3), stranger.out(h))
+    assert set(model.parameters()) == set(stranger.parameters())
+    model.eval()
+    assert not stranger.training
+
+
+def test_an_adapted_model_may_carry_a_second_tensor():
+    def embed(ids):
+        return LoopState(ids[..., None].float().expand(-1, -1, 2), carried={"speed": torch.ones(len(ids), 1, 1)})
+
+    def loop(state, k):
+        return LoopState(state.h_BTD + state.carried["speed"], carried={"speed": 2 * state.carried["speed"]})
+
+    model = ls.adapt(embed=embed, loop=loop, readout=lambda state, k: state.h_BTD, num_loops=3)
+    trace = run_loops(model, torch.zeros(1, 4, dtype=torch.long))
+    assert trace.states[3].h_BTD.unique().tolist() == [1.0 + 2.0 + 4.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"embed": lambda ids: ids.float()}, r"embed\(ids\) must return a state of shape"),
+        ({"embed": lambda ids: [ids]}, r"embed\(ids\) must return a tensor or a LoopState, got list"),
+        ({"loop": lambda h, k: h[:, :-1] if k == 2 else h}, r"loop\(h, 2\) changed the shape of the state"),
+        ({"loop": lambda h, k: None}, r"loop\(h, 1\) must return a tensor"),
+        ({"readout": lambda h, k: h.mean(1)}, r"readout\(h, 3\) must return logits of shape"),
+    ],
+)
+def test_a_stranger_that_breaks_the_protocol_is_told_which_function_and_loop(changes, sentence):
+    model = adapted(Stranger(), **changes)
+    with pytest.raises(ProtocolError, match=sentence):
+        ls.readout(model, run_loops(model, torch.randint(11, (2, 5))).states[-1], 3)
