@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 import tyro
-from side_by_side import Measured, machine, measure
 from torch import Tensor
 from torch.nn import functional as F
 
 from loopscope.objectives.cross_entropy import choose_chunk_rows, multi_readout_cross_entropy
+from side_by_side import Measured, machine, measure
 
 LOOPS, TOKENS = 4, 1024
 
@@ -72,11 +72,14 @@ def variants(case: Case) -> dict[str, Callable[[], None]]:
 def report(case: Case, plain: Measured, torchs_own: Measured, ours: Measured) -> bool:
     """Print one case; true when every target is met."""
     chunk = choose_chunk_rows(LOOPS * TOKENS, case.vocab_size, 4, "cpu")
-    print(f"\nV {case.vocab_size:,}, d {case.width}, {TOKENS:,} tokens, K {LOOPS}; chunk {chunk.value} rows ({chunk.reason})")
+    print(f"\nV {case.vocab_size:,}, d {case.width}, {TOKENS:,} tokens, K {LOOPS}")
+    print(f"  chunk of {chunk.value} rows: {chunk.reason}")
     for measured in (plain, torchs_own, ours):
         seconds = sorted(measured.seconds)
         middle = seconds[len(seconds) // 2] * 1e3
-        print(f"  {measured.name:8} {middle:8.1f} ms (best {seconds[0] * 1e3:.1f})  extra {measured.extra_mib:7.1f} MiB")
+        print(
+            f"  {measured.name:8} {middle:8.1f} ms (best {seconds[0] * 1e3:.1f})  extra {measured.extra_mib:7.1f} MiB"
+        )
     met = _compare("time c/a", ours.ratio_to(plain), case.time_to_plain)
     met &= _compare("time c/b", ours.ratio_to(torchs_own), case.time_to_torch)
     memory = ours.extra_mib / plain.extra_mib
@@ -98,7 +101,8 @@ def main(rounds: int = 7) -> int:
         rounds: How often every variant is timed; ratios are medians over rounds.
     """
     print(f"{machine()}; {rounds} rounds")
-    return 0 if all([report(case, *measure(variants(case), rounds).values()) for case in CASES]) else 1
+    met = [report(case, *measure(variants(case), rounds).values()) for case in CASES]
+    return 0 if all(met) else 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import gc
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class Measured:
         return middle, low, high
 
 
-def measure(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, Measured]:
+def measure(variants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Measured]:
     """Warm every variant up once, measure its memory, then time all of them `rounds` times in turn."""
     memory = {name: _extra_peak_mib(run) for name, run in variants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in variants}

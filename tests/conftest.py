@@ -17,6 +17,14 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def flushed_denormals():
+    """As the command line sets it; training slows down on denormal numbers otherwise."""
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture
 def tiny() -> ModelConfig:
     """A model small enough for float64 derivatives."""

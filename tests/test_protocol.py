@@ -47,10 +47,9 @@ def test_the_state_of_some_rows_goes_on_like_the_whole(tiny, ids_BT):
     rows = torch.tensor([1])
     part = model.loop(whole.states[1].take(rows), 2)
     torch.testing.assert_close(part.h_BTD, whole.states[2].h_BTD[rows])
-    by_mask = whole.states[1].take(torch.tensor([False, True]))
-    assert all(
-        torch.equal(a, b) for a, b in zip(pytree.tree_leaves(by_mask), pytree.tree_leaves(whole.states[1].take(rows)))
-    )
+    by_index, by_mask = (whole.states[1].take(chosen) for chosen in (rows, torch.tensor([False, True])))
+    leaves = zip(pytree.tree_leaves(by_index), pytree.tree_leaves(by_mask), strict=True)
+    assert all(torch.equal(a, b) for a, b in leaves)
 
 
 def test_take_slices_carried_tensors_too():

@@ -68,9 +68,10 @@ def parse(argv: Sequence[str]) -> Verb:
     chosen = argv[0] if argv else ""
     if chosen and not chosen.startswith("-") and chosen not in VERBS:
         raise ConfigError(f"unknown command {chosen!r}; {suggest(chosen, VERBS)}; see loopscope --help")
-    choices = tuple(_subcommand(name, verb, argv if name == chosen else ()) for name, verb in VERBS.items())
+    verbs = tuple(_subcommand(name, verb, argv if name == chosen else ()) for name, verb in VERBS.items())
+    one_of: Any = Union[verbs]  # noqa: UP007
     return tyro.cli(
-        Union[choices],  # type: ignore[arg-type]  # noqa: UP007
+        one_of,
         prog="loopscope",
         description=TOP_HELP,
         args=list(argv) or ["--help"],

@@ -119,10 +119,11 @@ def in_words(results: list[ConditionResult]) -> str:
     rmsnorm, raw = by_name["per-loop + rmsnorm"], by_name["per-loop + raw"]
     terminal = by_name["terminal + rmsnorm"]
     ratio = rmsnorm.norms_K[-1] / raw.norms_K[-1]
+    loops = len(raw.ce_K)
     return (
-        f"Exits: the first loop is {terminal.exit_failure:.2f} nats worse than the last when only the last is "
-        f"supervised, {rmsnorm.exit_failure:.2f} when every loop is.\n"
-        f"Scale: with every loop supervised, the state ends at norm {rmsnorm.norms_K[-1]:.0f} through RMSNorm and "
-        f"{raw.norms_K[-1]:.1f} through a raw readout, {ratio:.0f} times less. The norm readout hides scale from "
-        "every loss that was placed."
+        f"Exits: CE(1) − CE({loops}) is {terminal.exit_failure:+.2f} nats when only the last loop is supervised and "
+        f"{rmsnorm.exit_failure:+.2f} when every loop is.\n"
+        f"Scale: with every loop supervised, the state ends at norm {rmsnorm.norms_K[-1]:.0f} "
+        f"through the RMSNorm readout and at {raw.norms_K[-1]:.1f} through the raw one: {ratio:.0f} times less.\n"
+        "The norm readout hides scale from the loss, and the loop goes on carrying it."
     )

@@ -59,7 +59,7 @@ class LoopedLM(nn.Module):
         *,
         num_loops: int | None = None,
     ) -> LoopTrace | ObjectiveResult:
-        """The trace of all loops; with targets and an objective, the loss: inside forward, where DDP and FSDP see it."""
+        """The trace of all loops; with targets and an objective, the loss (in forward, where DDP and FSDP see it)."""
         if objective is None:
             return run_loops(self, ids_BT, num_loops=num_loops)
         if targets_BT is None:
@@ -110,16 +110,21 @@ class LoopedLM(nn.Module):
         if self.config.state_init == "zeros":
             return torch.zeros_like(e_BTD)
         if self.training:
-            return _truncated_noise(torch.empty_like(e_BTD), None)
-        generator = torch.Generator().manual_seed(0)
-        table_TD = _truncated_noise(torch.empty(end, e_BTD.shape[-1]), generator)
-        return table_TD[start:].to(e_BTD).expand_as(e_BTD)
+            return _truncated_normal(torch.rand_like(e_BTD), HUGINN_NOISE_STD)
+        # A longer draw from the same seed starts with the shorter one, so a position keeps its noise in any chunking.
+        uniform_TD = torch.rand(end, e_BTD.shape[-1], generator=torch.Generator().manual_seed(0))[start:]
+        return _truncated_normal(uniform_TD, HUGINN_NOISE_STD).to(e_BTD).expand_as(e_BTD)
 
     def _check_ids(self, ids_BT: Tensor, end: int) -> None:
         if ids_BT.dim() != 2 or ids_BT.dtype not in (torch.int64, torch.int32) or 0 in ids_BT.shape:
             raise DataError(
                 f"ids must be a non-empty (batch, tokens) tensor of int64, got {tuple(ids_BT.shape)} of {ids_BT.dtype}"
             )
+        if ids_BT.device.type == "cpu":  # GPUs report a wrong index themselves; looking would stall them
+            outside_BT = (ids_BT < 0) | (ids_BT >= self.config.vocab_size)
+            if outside_BT.any():
+                wrong = ids_BT[outside_BT][0]
+                raise DataError(f"id {wrong} is outside the vocabulary of {self.config.vocab_size} tokens")
         if end > self.config.max_length:
             raise DataError(f"a sequence of {end} tokens is longer than max_length = {self.config.max_length}")
 
@@ -150,6 +155,7 @@ def _init_scaled(model: LoopedLM, config: ModelConfig) -> None:
             nn.init.normal_(module.out.weight, std=SCALED_STD / math.sqrt(2 * config.depth))
 
 
-def _truncated_noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    std = HUGINN_NOISE_STD
-    return nn.init.trunc_normal_(like, std=std, a=-3 * std, b=3 * std, generator=generator)
+def _truncated_normal(uniform: Tensor, std: float) -> Tensor:
+    """Uniform numbers in [0, 1) as a normal truncated at three standard deviations (inverse of its distribution)."""
+    reach = math.erf(3 / math.sqrt(2))
+    return std * math.sqrt(2) * torch.erfinv((2 * uniform - 1) * reach)

@@ -117,7 +117,7 @@ def reference_cross_entropy(
     return _pack(loss, ce_KN.detach(), lse_KN.detach(), margin_KN, valid_N)
 
 
-@torch.compiler.disable(reason="the fused loss computes its gradients in forward, in place, chunk by chunk")
+@torch.compiler.disable(reason="the fused loss computes its gradients in forward, in place, chunk by chunk")  # type: ignore[untyped-decorator]
 def _fused(features_KND: Tensor, head_VD: Tensor, targets_N: Tensor, weights_KN: Tensor, plan: _Plan) -> ReadoutLoss:
     with torch.autocast(features_KND.device.type, enabled=False):
         try:

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -110,11 +111,11 @@ def sample_depth(config: ObjectiveConfig, num_loops: int, *, seed: int, step: in
     """
     if config.depth == "fixed" or num_loops == 1:
         return num_loops
-    generator = torch.Generator().manual_seed((seed << 32) + step)
+    rng = np.random.default_rng([seed, step])
     if config.depth == "uniform":
-        return int(torch.randint(1, num_loops + 1, (), generator=generator))
-    log_rate = torch.randn((), generator=generator) * DEPTH_SIGMA + math.log(num_loops - 1) - DEPTH_SIGMA**2 / 2
-    return 1 + int(torch.poisson(log_rate.exp(), generator=generator))
+        return int(rng.integers(1, num_loops + 1))
+    rate = rng.lognormal(math.log(num_loops - 1) - DEPTH_SIGMA**2 / 2, DEPTH_SIGMA)
+    return 1 + int(rng.poisson(rate))
 
 
 def exit_distribution(exit_logits_KN: Tensor) -> Tensor:

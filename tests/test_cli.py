@@ -1,0 +1,153 @@
+"""The command line as a user meets it: real processes, real exit codes, sentences instead of tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from loopscope.cli import VERBS, main
+
+COMMAND = [sys.executable, "-m", "loopscope"]
+
+
+def loopscope(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+def test_help_lists_every_verb_with_examples_and_does_not_import_torch():
+    script = "import sys; from loopscope.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "False"
+    assert "examples:" in result.stdout and "exit codes:" in result.stdout
+    assert all(verb in result.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_every_verb_teaches_with_examples(verb, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([verb, "--help"])
+    output = capsys.readouterr().out
+    assert exit.value.code == 0
+    assert f"  loopscope {verb}" in output
+    assert "--json" in output
+
+
+def test_no_arguments_show_the_help(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "examples:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["plna"], "unknown command 'plna'; did you mean 'plan'"),
+        (["plan", "--preset", "nanoo"], "preset = 'nanoo': did you mean 'nano'"),
+        (["plan", "--num-heads", "5"], "num_heads = 5: must divide width = 128 (flag --num-heads)"),
+        (["plan", "--num-loops", "0"], "num_loops = 0"),
+        (["plan", "--readout", "final-only", "--num-loops", "1"], "readout = 'final-only': needs num_loops ≥ 2"),
+        (["plan", "--objective", "gated"], "add --exit-gate"),
+        (["plan", "--config", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
+        (["quickstart", "--steps", "0"], "steps = 0: must be at least 1 (flag --steps)"),
+        (["quickstart", "--seed", "-1"], "seed = -1"),
+    ],
+)
+def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_2(arguments, sentence, capsys):
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert sentence in output.err
+    assert output.out == ""
+    assert len(output.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--widht", "64"], "--width"),
+        (["plan", "--readout", "rmsnrm"], "rmsnorm"),
+        (["plan", "--width", "wide"], "--width"),
+        (["plan", "--preset"], "--preset"),
+    ],
+)
+def test_a_wrong_flag_or_value_is_named_with_what_is_allowed_and_exits_with_2(arguments, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_unknown_key_in_a_file_exits_with_2_and_suggests(tmp_path):
+    path = tmp_path / "typo.yaml"
+    path.write_text("model: {redout: raw}\n")
+    result = loopscope("plan", "--config", str(path))
+    assert result.returncode == 2
+    assert "unknown key 'redout'; did you mean 'readout'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_plan_prints_a_configuration_that_plan_reads_back(tmp_path, capsys):
+    assert main(["plan", "--preset", "nano", "--readout", "final-only", "--norm-penalty", "0.01", "--yaml"]) == 0
+    path = tmp_path / "mine.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert yaml.safe_load(path.read_text())["model"]["readout"] == "final-only"
+    assert main(["plan", "--preset", "micro", "--config", str(path), "--num-loops", "6", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["config"]["model"]["width"] == 128, "the file speaks after the preset"
+    assert plan["config"]["model"]["num_loops"] == 6, "a flag speaks last"
+    assert plan["config"]["objective"]["norm_penalty"] == 0.01
+    assert [loop["hides"] for loop in plan["loops"]] == [[]] * 5 + [["scale"]]
+    assert plan["total"] == sum(plan["parameters"].values())
+
+
+def test_plan_shows_which_loops_a_terminal_objective_supervises(capsys):
+    assert main(["plan", "--objective", "terminal", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [loop["supervised"] for loop in plan["loops"]] == [False, False, False, True]
+
+
+def test_env_gives_every_choice_a_reason(capsys):
+    assert main(["env", "--json"]) == 0
+    env = json.loads(capsys.readouterr().out)
+    assert env["schema_version"] == 1
+    assert env["versions"]["torch"]
+    names = {choice["name"] for choice in env["choices"]}
+    assert {"device", "threads", "autocast", "flush_denormals", "compile", "attention", "loss_chunk_rows"} == names
+    assert all(len(choice["reason"]) > 10 for choice in env["choices"])
+
+
+def test_env_says_so_when_there_is_no_compiler(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert main(["env", "--json"]) == 0
+    (choice,) = (c for c in json.loads(capsys.readouterr().out)["choices"] if c["name"] == "compile")
+    assert choice["value"] is False and "no C++ compiler" in choice["reason"]
+
+
+def test_a_closed_pipe_is_not_an_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run([*COMMAND, "plan"], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_prints_the_finished_conditions_and_exits_with_130():
+    process = subprocess.Popen(
+        [*COMMAND, "quickstart", "--steps", "30", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "100/120" in line:  # three conditions are done, the fourth has 20 steps to go
+            break
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(json.loads(output)["conditions"]) == 3
+    assert "3 of 4 conditions finished" in errors
+    assert "Traceback" not in errors
