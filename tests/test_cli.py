@@ -134,7 +134,13 @@ def test_a_closed_pipe_is_not_an_error():
     os.close(reader)
     result = subprocess.run([*COMMAND, "plan"], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
+    assert result.returncode == 0
     assert "Traceback" not in result.stderr
+
+
+def test_a_terminal_without_unicode_still_gets_its_help():
+    result = loopscope("--help", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0 and "examples:" in result.stdout
 
 
 def test_ctrl_c_prints_the_finished_conditions_and_exits_with_130():

@@ -6,7 +6,16 @@ import dataclasses
 
 import pytest
 
-from loopscope.config import Config, ModelConfig, ObjectiveConfig, config_from_dict, config_to_yaml, load_config
+from loopscope.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    TrainingConfig,
+    config_from_dict,
+    config_to_yaml,
+    load_config,
+)
 from loopscope.errors import ConfigError
 from loopscope.presets import PRESETS, preset
 
@@ -23,6 +32,10 @@ WRONG_MODELS = [
     ({"state_init": "zeros"}, "the input never reaches the loop"),
     ({"share_readout_norm": True}, "the same norm"),
     ({"alpha": 0.5}, "has no effect unless readout = 'alpha'"),
+    ({"norm_eps": 0.5}, "must be at most 0.01"),
+    ({"num_loops": 10**9}, "must be at most 10,000"),
+    ({"num_loops": 1, "inter_loop_norm": "rmsnorm"}, "has no effect with one loop"),
+    ({"readout": "alpha", "reference_scale": 2.0}, "has no effect at alpha = 1"),
     ({"taper_gate": 0.5}, "has no effect unless readout = 'taper'"),
     ({"readout": "taper", "taper_gate": 1.5}, "between 0 and 1"),
     ({"rope_base": 500.0}, "has no effect unless positions = 'rope'"),
@@ -46,7 +59,10 @@ WRONG_OBJECTIVES = [
 
 WRONG_PAIRS = [
     ({}, {"placement": "gated"}, "--exit-gate"),
-    ({"exit_gate": True}, {}, "--objective gated"),
+    ({"num_loops": 1}, {"depth": "uniform"}, "leaves nothing to choose"),
+    ({"num_loops": 1, "exit_gate": True}, {"placement": "gated"}, "leaves nothing to choose"),
+    ({"readout": "final-only"}, {"placement": "last-n", "last_n": 1}, "never shows its raw loops"),
+    ({"readout": "final-only"}, {"placement": "weighted", "loop_weights": (0.0, 0.0, 0.0, 1.0)}, "never shows its raw"),
     ({"readout": "final-only"}, {"placement": "terminal"}, "never shows its raw loops"),
     ({"num_loops": 3}, {"placement": "weighted", "loop_weights": (1.0, 1.0)}, "each of 3 loops"),
     ({"num_loops": 2}, {"placement": "weighted", "loop_weights": (1.0, 1.0), "depth": "uniform"}, "cannot be matched"),
@@ -76,6 +92,52 @@ def test_a_model_and_an_objective_that_contradict_each_other_are_refused(model, 
     with pytest.raises(ConfigError) as caught:
         Config(model=ModelConfig(**model), objective=ObjectiveConfig(**objective))
     assert sentence in str(caught.value)
+
+
+WRONG_DATA_AND_TRAINING = [
+    (DataConfig, {"data": ()}, "needs at least one source"),
+    (DataConfig, {"stride": 0}, "must be above 0"),
+    (DataConfig, {"data": (3,)}, "expected a list of values, each a text"),
+    (TrainingConfig, {"batch": 6, "accumulate": 4}, "must divide batch = 6"),
+    (TrainingConfig, {"steps": 5, "warmup": 9}, "is longer than the run of 5 steps"),
+    (TrainingConfig, {"decay": 0.5}, "has no effect unless schedule = 'wsd'; its default is 0.2"),
+    (TrainingConfig, {"schedule": "wsd", "decay": 0.0}, "must be above 0 and at most 1"),
+    (TrainingConfig, {"track": ("tensorbord",)}, "each one of tensorboard, wandb, trackio"),
+    (ObjectiveConfig, {"exit_fraction": 0.0}, "must be above 0 and at most 1"),
+    (ObjectiveConfig, {"placement": "terminal", "exit_fraction": 0.5}, "has no fixed exits to thin out"),
+]
+
+
+@pytest.mark.parametrize(("section", "fields", "sentence"), WRONG_DATA_AND_TRAINING)
+def test_wrong_data_and_training_are_refused_in_one_sentence(section, fields, sentence):
+    with pytest.raises(ConfigError, match="flag --") as caught:
+        section(**fields)
+    assert sentence in str(caught.value)
+
+
+def test_a_sequence_longer_than_the_model_takes_is_refused():
+    with pytest.raises(ConfigError, match="is longer than max_length = 256"):
+        Config(data=DataConfig(sequence_length=300))
+
+
+def test_final_only_under_a_sampled_depth_shows_its_raw_loops_and_is_accepted():
+    objective = ObjectiveConfig(placement="terminal", depth="uniform")
+    assert Config(model=ModelConfig(readout="final-only"), objective=objective)
+
+
+def test_a_whole_number_in_a_float_field_becomes_a_float():
+    """An int kept as it is would make integer tensors downstream."""
+    assert type(ModelConfig(readout="taper", taper_gate=1).taper_gate) is float
+    weights = ObjectiveConfig(placement="weighted", loop_weights=(1, 2)).loop_weights
+    assert weights == (1.0, 2.0) and all(type(weight) is float for weight in weights)
+    assert type(ModelConfig(width=64).width) is int
+
+
+def test_scientific_notation_in_yaml_is_a_number(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {norm_eps: 1e-5}\nobjective: {z_loss: 1e-4}\n")
+    config = load_config(path)
+    assert (config.model.norm_eps, config.objective.z_loss) == (1e-5, 1e-4)
 
 
 def test_unknown_keys_get_a_suggestion():
@@ -116,6 +178,8 @@ def test_a_file_changes_only_what_it_names(tmp_path):
         b"model: [unclosed",
         b"- a list",
         b"model: 3",
+        b"0",
+        b"false",
         b"model: {width: [64]}",
         b"!!python/object:os.system x",
     ],

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import loopscope as ls
 from loopscope.errors import ConfigError, ProtocolError
-from loopscope.protocol import LoopedModel, LoopState, run_loops
+from loopscope.protocol import LoopState, run_loops
 
 
 @pytest.mark.parametrize("num_loops", [1, 2, 3, 7])
@@ -27,10 +27,6 @@ def test_a_model_runs_any_number_of_loops_and_deeper_runs_extend_shallower_ones(
 def test_zero_loops_are_refused(tiny, ids_BT):
     with pytest.raises(ConfigError, match="at least one loop"):
         run_loops(ls.build(tiny), ids_BT, num_loops=0)
-
-
-def test_our_model_is_a_looped_model(tiny):
-    assert isinstance(ls.build(tiny), LoopedModel)
 
 
 def test_readout_is_features_times_head(tiny, ids_BT):
@@ -121,6 +117,24 @@ def test_an_adapted_model_may_carry_a_second_tensor():
     model = ls.adapt(embed=embed, loop=loop, readout=lambda state, k: state.h_BTD, num_loops=3)
     trace = run_loops(model, torch.zeros(1, 4, dtype=torch.long))
     assert trace.states[3].h_BTD.unique().tolist() == [1.0 + 2.0 + 4.0]
+
+
+def test_an_adapted_state_knows_by_itself_what_its_functions_take():
+    """No hidden order of calls: a state can be looped on a model that never embedded it."""
+    state = adapted(Stranger()).embed(torch.randint(11, (2, 5)))
+    again = adapted(Stranger())
+    assert again.loop(state, 1).h_BTD.shape == (2, 5, 6)
+    assert not hasattr(again, "head")
+
+
+def test_recomputed_loops_give_the_same_gradients(tiny, ids_BT):
+    model = ls.build(replace(tiny, dropout=0.3), seed=0)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        loss = run_loops(model, ids_BT, recompute=recompute).states[-1].h_BTD.square().sum()
+        gradients.append(torch.autograd.grad(loss, model.embedding.weight)[0])
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(

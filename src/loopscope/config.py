@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ import tyro
 import yaml
 
 from loopscope.errors import ConfigError, suggest
+
+MOST_EPS = 0.01
+"""A norm with a larger epsilon does not hide scale any more: the leak is eps/(s² + eps)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,9 @@ class ModelConfig:
         _check_positive(self, "vocab_size", "width", "num_layers", "num_loops", "num_heads", "max_length")
         _check_positive(self, "num_kv_heads", "mlp_width", "norm_eps", "rope_base", "reference_scale")
         _check_not_negative(self, "prelude_layers", "coda_layers")
+        _check_at_most(self, 10_000, "num_layers", "num_loops", "prelude_layers", "coda_layers")
+        _check_at_most(self, 100_000_000, "vocab_size", "width", "mlp_width", "max_length")
+        _check_at_most(self, MOST_EPS, "norm_eps")
         _check_attention(self)
         _check_recurrence(self)
         _check_readout(self)
@@ -119,8 +126,8 @@ class ModelConfig:
         return self.mlp_width or 4 * self.width
 
     @property
-    def depth(self) -> int:
-        """Layers a token passes through at full depth."""
+    def total_layers(self) -> int:
+        """Layers a token passes through when all loops are run."""
         return self.prelude_layers + self.num_layers * self.num_loops + self.coda_layers
 
 
@@ -145,6 +152,9 @@ class ObjectiveConfig:
     backprop_loops: int | None = None
     """Back-propagate through the last so many loops only; None means all."""
 
+    exit_fraction: float = 1.0
+    """Supervise exits below full depth on this random share of positions; an unbiased estimate of the same loss."""
+
     norm_penalty: float = 0.0
     """λ of λ · mean over loops, tokens and width of h²; the paper uses 0.01."""
     scale_anchor: float = 0.0
@@ -160,6 +170,10 @@ class ObjectiveConfig:
         _check_not_negative(self, "norm_penalty", "scale_anchor", "z_loss", "exit_entropy")
         _check_pairing(self, "placement", {"weighted": "loop_weights", "last-n": "last_n"})
         _check_only_with(self, "placement", "gated", "exit_entropy")
+        _check_share(self, "exit_fraction")
+        if self.exit_fraction < 1 and self.placement in ("terminal", "gated"):
+            why = f"has no fixed exits to thin out under placement = {self.placement!r}"
+            raise ConfigError.of("exit_fraction", self.exit_fraction, why)
         if self.anchor_scale != 1.0 and not self.scale_anchor:
             raise ConfigError.of("anchor_scale", self.anchor_scale, "has no effect while scale_anchor is 0")
         if self.loop_weights is not None and (min(self.loop_weights, default=-1) < 0 or not any(self.loop_weights)):
@@ -167,22 +181,130 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text, its tokens, and how it is cut into sequences."""
+
+    data: tuple[str, ...] = ("builtin",)
+    """Training text: builtin, files or globs (.txt, .jsonl, .parquet, also .gz and .zst), or hf:DATASET[:CONFIG]."""
+    valid: tuple[str, ...] | None = None
+    """Validation text; None takes the corpus's own split, or holds out documents by their hash."""
+    text_field: str = "text"
+    """Field of .jsonl, .parquet and Hugging Face records that holds the text."""
+    tokenizer: str = "bpe"
+    """bytes, bpe (byte-level, trained here), word (the paper's regex), or the path of a tokenizer.json."""
+    sequence_length: int | None = None
+    """Tokens of a training sequence; None means max_length."""
+    stride: int | None = None
+    """Tokens between the starts of training sequences; None means no overlap. The paper uses half the length."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_positive(self, "sequence_length", "stride")
+        for name in ("data", "valid"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise ConfigError.of(name, (), "needs at least one source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How a model is trained, watched and saved."""
+
+    steps: int = 1000
+    """Optimiser steps."""
+    batch: int = 16
+    """Sequences per step, over all processes and micro-batches."""
+    accumulate: int = 1
+    """Micro-batches a step is split into."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on everything (the paper)."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    """Learning rate after the warm-up: constant, cosine to a tenth, or stable and then linear decay to zero."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+    decay: float = 0.2
+    """wsd: share of the steps that decay."""
+    seed: int = 42
+    """Seed of weights, data order, dropout and sampled depth."""
+
+    checkpoint_loops: bool = False
+    """Recompute each loop in the backward pass: memory no longer grows with the layers of all loops."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile one loop's core with torch.compile."""
+    shard: Literal["none", "full"] = "none"
+    """Under torchrun: replicate the model (DDP) or shard it (FSDP2)."""
+    threads: int | None = None
+    """CPU threads of this process; None leaves torch's choice."""
+
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    eval_every: int = 250
+    """Steps between evaluations on validation text."""
+    eval_tokens: int = 32_768
+    """Most validation tokens of such an evaluation."""
+    save_every: int = 250
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: int = 2
+    """Checkpoints kept besides the best one."""
+    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Trackers that get the metrics too (the track extra)."""
+
+    max_skips: int = 5
+    """Consecutive non-finite or spiking steps that are skipped before rolling back."""
+    max_rollbacks: int = 3
+    """Rollbacks to the last checkpoint, each halving the learning rate, before the run stops."""
+    spike_factor: float = 4.0
+    """A loss this many times its recent median is a spike."""
+    on_blind_spot: Literal["warn", "penalize", "stop"] = "warn"
+    """What to do when the state's scale runs away unseen: warn, turn the norm penalty on, or stop."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_positive(self, "steps", "batch", "accumulate", "lr", "clip", "threads", "log_every", "eval_every")
+        _check_positive(self, "eval_tokens", "save_every", "keep_last", "max_skips", "spike_factor")
+        _check_not_negative(self, "weight_decay", "warmup", "seed", "max_rollbacks")
+        _check_only_with(self, "schedule", "wsd", "decay")
+        if self.batch % self.accumulate:
+            raise ConfigError.of("accumulate", self.accumulate, f"must divide batch = {self.batch}")
+        if self.warmup > self.steps:
+            raise ConfigError.of("warmup", self.warmup, f"is longer than the run of {self.steps} steps")
+        _check_share(self, "decay")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    """A model and the objective it is trained with."""
+    """A model, the objective it is trained with, the text, and the training itself."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
+        self._check_objective()
+        if self.sequence_length > self.model.max_length:
+            why = f"is longer than max_length = {self.model.max_length}"
+            raise ConfigError.of("sequence_length", self.sequence_length, why)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training sequence."""
+        return self.data.sequence_length or self.model.max_length
+
+    def _check_objective(self) -> None:
         model, objective = self.model, self.objective
         if objective.placement == "gated" and not model.exit_gate:
             raise ConfigError.of("placement", "gated", "needs a model with exit_gate; add --exit-gate")
-        if model.exit_gate and objective.placement != "gated":
-            raise ConfigError.of("exit_gate", True, "is only trained by --objective gated")
-        if model.readout == "final-only" and objective.placement == "terminal":
-            raise ConfigError.of(
-                "readout", "final-only", "never shows its raw loops to a terminal objective; use rmsnorm"
-            )
+        if model.readout == "final-only" and objective.depth == "fixed" and _only_last(objective):
+            why = "never shows its raw loops to an objective that supervises the last loop only; use rmsnorm"
+            raise ConfigError.of("readout", "final-only", why)
+        if model.num_loops == 1 and (objective.placement == "gated" or objective.depth != "fixed"):
+            raise ConfigError.of("num_loops", 1, "leaves nothing to choose for gated exits or a sampled depth")
         if objective.loop_weights is not None and len(objective.loop_weights) != model.num_loops:
             raise ConfigError.of(
                 "loop_weights", objective.loop_weights, f"needs one weight for each of {model.num_loops} loops"
@@ -206,9 +328,18 @@ def config_from_dict(data: object, base: Config | None = None, *, source: str = 
         section = getattr(base, name)
         values = _mapping(values, f"{source}: {name}")
         _check_keys(values, [f.name for f in dataclasses.fields(section)], f"{source}: {name}")
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        values = {key: _from_yaml(value) for key, value in values.items()}
         changed[name] = dataclasses.replace(section, **values)
     return dataclasses.replace(base, **changed)
+
+
+def _from_yaml(value: object) -> object:
+    """Lists as tuples, and 1e-5 as a number: YAML 1.1 takes it for a text."""
+    if isinstance(value, list):
+        return tuple(_from_yaml(item) for item in value)
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
 
 
 def load_config(path: Path, base: Config | None = None) -> Config:
@@ -218,7 +349,7 @@ def load_config(path: Path, base: Config | None = None) -> Config:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
-    return config_from_dict(data or {}, base, source=str(path))
+    return config_from_dict({} if data is None else data, base, source=str(path))
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -235,6 +366,14 @@ def config_to_yaml(config: Config) -> str:
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
+def _only_last(objective: ObjectiveConfig) -> bool:
+    return (
+        objective.placement == "terminal"
+        or objective.last_n == 1
+        or (objective.loop_weights is not None and not any(objective.loop_weights[:-1]))
+    )
+
+
 def _check_attention(config: ModelConfig) -> None:
     if config.width % config.num_heads:
         raise ConfigError.of("num_heads", config.num_heads, f"must divide width = {config.width}")
@@ -249,6 +388,8 @@ def _check_attention(config: ModelConfig) -> None:
 def _check_recurrence(config: ModelConfig) -> None:
     if config.state_init != "embedding" and config.injection == "none":
         raise ConfigError.of("state_init", config.state_init, "needs an injection, or the input never reaches the loop")
+    if config.num_loops == 1 and config.inter_loop_norm != "none":
+        raise ConfigError.of("inter_loop_norm", config.inter_loop_norm, "has no effect with one loop")
     if config.share_readout_norm and config.readout != config.inter_loop_norm:
         why = (
             f"needs readout and inter_loop_norm to be the same norm, not {config.readout} and {config.inter_loop_norm}"
@@ -265,6 +406,10 @@ def _check_readout(config: ModelConfig) -> None:
         raise ConfigError.of("taper_gate", config.taper_gate, "must be between 0 and 1")
     _check_only_with(config, "readout", "alpha", "alpha", "alpha_mode", "reference_scale", "reference_mode")
     _check_only_with(config, "readout", "taper", "taper_gate")
+    if config.alpha == 1 and config.alpha_mode == "fixed":
+        for name, default in (("reference_scale", 1.0), ("reference_mode", "fixed")):
+            if getattr(config, name) != default:
+                raise ConfigError.of(name, getattr(config, name), "has no effect at alpha = 1, where s_ref cancels")
 
 
 def _check_only_with(config: Any, chooser: str, choice: str, *names: str) -> None:
@@ -274,7 +419,8 @@ def _check_only_with(config: Any, chooser: str, choice: str, *names: str) -> Non
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
         if spec.name in names and value != spec.default:
-            raise ConfigError.of(spec.name, value, f"has no effect unless {chooser} = {choice!r}")
+            why = f"has no effect unless {chooser} = {choice!r}; its default is {spec.default!r}"
+            raise ConfigError.of(spec.name, value, why)
 
 
 def _check_pairing(config: Any, chooser: str, needed: dict[str, str]) -> None:
@@ -293,10 +439,21 @@ def _check_positive(config: Any, *names: str) -> None:
             raise ConfigError.of(name, value, "must be above 0")
 
 
+def _check_at_most(config: Any, most: float, *names: str) -> None:
+    for name in names:
+        if (value := getattr(config, name)) is not None and value > most:
+            raise ConfigError.of(name, value, f"must be at most {most:,}")
+
+
 def _check_not_negative(config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 0:
             raise ConfigError.of(name, getattr(config, name), "must not be negative")
+
+
+def _check_share(config: Any, name: str) -> None:
+    if not 0 < getattr(config, name) <= 1:
+        raise ConfigError.of(name, getattr(config, name), "must be above 0 and at most 1")
 
 
 def _check_types(config: Any) -> None:
@@ -305,9 +462,23 @@ def _check_types(config: Any) -> None:
         value = getattr(config, name)
         if not _matches(value, hint):
             raise ConfigError.of(name, value, f"expected {_describe(hint)}")
+        value = _as_float(value, hint)
+        object.__setattr__(config, name, value)  # frozen, and a whole number in a float field must become a float
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             raise ConfigError.of(name, value, "must be a finite number")
+
+
+def _as_float(value: Any, hint: Any) -> Any:
+    """Whole numbers where the field holds floats."""
+    if isinstance(value, tuple):
+        return tuple(_as_float(item, typing.get_args(_without_none(hint))[0]) for item in value)
+    return float(value) if isinstance(value, int) and _without_none(hint) is float else value
+
+
+def _without_none(hint: Any) -> Any:
+    args = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    return args[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) else hint
 
 
 def _matches(value: object, hint: Any) -> bool:
@@ -332,8 +503,8 @@ def _describe(hint: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_describe(arg) for arg in args)
     if origin is tuple:
-        return "a list of numbers"
-    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
+        return f"a list of values, each {_describe(args[0])}"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "nothing"}
     return names.get(hint, str(hint))
 
 

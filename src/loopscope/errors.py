@@ -4,6 +4,7 @@ LoopscopeError                 exit code 2: the user's mistake, told in one sent
 ├── ConfigError                a field, flag or file of a configuration is wrong
 ├── DataError                  a corpus or batch cannot be used
 ├── ProtocolError              a model breaks the LoopedModel protocol
+├── RunError                   a run folder or checkpoint cannot be used
 └── UnsupportedError           a combination that this build or machine cannot do
 
 Findings (a blind spot, a claim that fails) are results, not errors: verbs return exit code 1 for them.
@@ -42,6 +43,10 @@ class DataError(LoopscopeError):
 
 class ProtocolError(LoopscopeError):
     """A model does not do what `loopscope.protocol` says; the message names the function and the loop."""
+
+
+class RunError(LoopscopeError):
+    """A run folder or checkpoint is missing, in use, damaged, or does not fit what was asked."""
 
 
 class UnsupportedError(LoopscopeError):

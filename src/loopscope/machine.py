@@ -49,7 +49,7 @@ def choose_dtype(device: str) -> Choice:
 
     if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return Choice("autocast", "bfloat16", "this GPU multiplies bf16 natively")
-    return Choice("autocast", "off", f"float32: bf16 is not faster than fp32 on this {device}")
+    return Choice("autocast", "off", "float32: bf16 autocast is for GPUs that multiply it natively")
 
 
 def choose_threads() -> Choice:
@@ -77,6 +77,14 @@ def choose_compile(device: str) -> Choice:
     if device == "cpu":
         return Choice("compile", False, f"possible with {compiler}, off: nothing measured yet that pays for it")
     return Choice("compile", True, "one loop is compiled on GPUs")
+
+
+def resolve_compile(setting: str, device: str) -> Choice:
+    """--compile on|off|auto against what this machine can do; a missing compiler is a note, not a failure."""
+    automatic = choose_compile(device)
+    if setting == "auto" or "no C++ compiler" in automatic.reason:
+        return automatic
+    return Choice("compile", setting == "on", f"--compile {setting}")
 
 
 def choose_attention(device: str) -> Choice:

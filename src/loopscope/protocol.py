@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from loopscope.errors import ConfigError, ProtocolError
 
@@ -60,7 +61,6 @@ class Cache(Protocol):
         ...
 
 
-@runtime_checkable
 class LoopedModel(Protocol):
     """What loopscope needs to know of a looped model."""
 
@@ -85,12 +85,17 @@ class LoopedModel(Protocol):
         ...
 
 
-def readout(model: LoopedModel, state: LoopState, k: int) -> Tensor:
+def readout(model: LoopedModel, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
     """Logits_BTV at loop k: the model's own `readout` where it has one, else features @ head.T."""
-    own = getattr(model, "readout", None)
+    own = own_readout(model)
     if own is not None:
         return own(state, k)
-    return nn.functional.linear(model.features(state, k), model.head)
+    return nn.functional.linear(model.features(state, k, cache), model.head)
+
+
+def own_readout(model: LoopedModel) -> Callable[[LoopState, int], Tensor] | None:
+    """A model's own way from state to logits, if it overrides features @ head.T."""
+    return getattr(model, "readout", None)
 
 
 @dataclass
@@ -112,7 +117,8 @@ class LoopTrace:
 
     def norms_K(self) -> Tensor:
         """Mean over tokens of ‖h_k‖₂ for k = 1..K, without gradient: the norm every report shows."""
-        return torch.stack([state.h_BTD.detach().float().norm(dim=-1).mean() for state in self.states[1:]])
+        states = [state.h_BTD.detach() for state in self.states[1:]]
+        return torch.stack([h.to(torch.promote_types(h.dtype, torch.float32)).norm(dim=-1).mean() for h in states])
 
 
 def run_loops(
@@ -121,11 +127,14 @@ def run_loops(
     *,
     num_loops: int | None = None,
     backprop_loops: int | None = None,
+    recompute: bool = False,
     cache: Cache | None = None,
 ) -> LoopTrace:
     """Embed and run `num_loops` loops (any number ≥ 1; the trained depth by default), keeping every state.
 
     With `backprop_loops = B` all but the last B loops run without gradient: truncated back-propagation through depth.
+    With `recompute` each loop is run again in the backward pass (activation checkpointing), so that only the states
+    between loops are kept.
     """
     num_loops = model.num_loops if num_loops is None else num_loops
     if num_loops < 1:
@@ -134,8 +143,18 @@ def run_loops(
     states = [model.embed(ids_BT, cache)]
     for k in range(1, num_loops + 1):
         with nullcontext() if k >= first_with_grad else torch.no_grad():
-            states.append(model.loop(states[-1], k, cache))
+            if recompute and torch.is_grad_enabled():
+                states.append(checkpoint(model.loop, states[-1], k, cache, use_reentrant=False))
+            else:
+                states.append(model.loop(states[-1], k, cache))
     return LoopTrace(states)
+
+
+class _Plain:
+    """Context of an adapted state whose functions know only a tensor."""
+
+
+_PLAIN = _Plain()
 
 
 class AdaptedModel(nn.Module):
@@ -155,19 +174,16 @@ class AdaptedModel(nn.Module):
         self.num_loops = num_loops
         self.module = module
         self._embed, self._loop, self._readout = embed, loop, readout
-        self._takes_state = False
 
     @property
     def head(self) -> Tensor:
         """Adapted models are read out by their own function."""
-        raise ProtocolError("an adapted model has no head of its own: use loopscope.readout(model, state, k)")
+        raise AttributeError("an adapted model has no head of its own: use loopscope.readout(model, state, k)")
 
     def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
         """`embed(ids)` → h_BTD, or a whole LoopState for designs that carry more than h."""
         _refuse_cache(cache)
-        result = self._embed(ids_BT)
-        self._takes_state = isinstance(result, LoopState)
-        state = self._as_state(result, None, "embed(ids)")
+        state = self._as_state(self._embed(ids_BT), LoopState(torch.empty(0), context=_PLAIN), "embed(ids)")
         if state.h_BTD.dim() != 3 or state.h_BTD.shape[:2] != ids_BT.shape:
             raise ProtocolError(
                 f"embed(ids) must return a state of shape (batch, tokens, width) for ids of shape "
@@ -197,14 +213,15 @@ class AdaptedModel(nn.Module):
         return logits
 
     def _unwrap(self, state: LoopState) -> Any:
-        return state if self._takes_state else state.h_BTD
+        """What the functions see: the tensor alone where they returned a tensor alone."""
+        return state.h_BTD if isinstance(state.context, _Plain) else state
 
-    def _as_state(self, result: object, before: LoopState | None, call: str) -> LoopState:
+    def _as_state(self, result: object, before: LoopState, call: str) -> LoopState:
         if isinstance(result, LoopState):
             return result
         if not isinstance(result, Tensor):
             raise ProtocolError(f"{call} must return a tensor or a LoopState, got {type(result).__name__}")
-        return before.with_h(result) if before is not None else LoopState(result)
+        return before.with_h(result)
 
 
 def adapt(

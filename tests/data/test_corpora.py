@@ -1,16 +1,17 @@
-"""The built-in corpus: real text, found without importing or downloading anything."""
+"""Corpora: the built-in one, found without importing or downloading anything, and those that a configuration names."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import sys
+from itertools import chain
 
 import pytest
 
-from loopscope.data.corpora import Corpus, _clean, _docstrings, builtin_corpus
-from loopscope.data.tokenizers import train_bpe
-from loopscope.errors import ConfigError
+from loopscope.config import DataConfig
+from loopscope.data.corpora import SPLITS, Corpus, _clean, _docstrings, builtin_corpus, joined, open_corpus
+from loopscope.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +62,81 @@ def test_a_file_that_does_not_parse_has_no_docstrings(tmp_path):
     assert ast.get_docstring(ast.parse(path.read_text())) == "Module."
 
 
-def test_byte_pairs_round_trip_any_text_and_use_the_whole_vocabulary(corpus):
-    tokenizer = train_bpe(corpus.documents["train"][:200], 300)
-    assert tokenizer.get_vocab_size() == 300
-    for text in ("plain words", "  spaces\tand\nlines ", "naïve café 漢字 🙂", "\x00\x7f"):
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+LINES = [f"line {number} of a small text" for number in range(400)]
 
 
-def test_a_vocabulary_smaller_than_the_bytes_is_refused():
-    with pytest.raises(ConfigError, match="at least the 256 bytes"):
-        train_bpe(["text"], 100)
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join(LINES))
+    return path
+
+
+def splits(*data: str, valid: tuple[str, ...] | None = None) -> dict[str, list[str]]:
+    corpus = open_corpus(DataConfig(data=data, valid=valid))
+    return {split: list(corpus.documents[split]) for split in SPLITS}
+
+
+def test_the_default_configuration_opens_the_built_in_corpus_as_it_is(corpus):
+    opened = open_corpus(DataConfig())
+    assert {split: list(opened.documents[split]) for split in SPLITS} == corpus.documents
+
+
+def test_a_file_is_split_by_document_without_loss_or_overlap(lines):
+    found = splits(str(lines))
+    assert sorted(chain(*found.values())) == sorted(LINES)
+    assert 300 < len(found["train"]) < 400 and found["valid"] and found["test"]
+    assert found["train"] == [line for line in LINES if line in set(found["train"])]
+
+
+def test_a_document_stays_in_its_split_when_others_come_and_go(lines):
+    before = splits(str(lines))
+    lines.write_text("\n".join(["something new", *LINES[100:]]))
+    after = splits(str(lines))
+    for split in SPLITS:
+        assert set(before[split]) & set(LINES[100:]) == set(after[split]) & set(LINES[100:])
+
+
+def test_named_validation_text_is_the_validation_split_and_nothing_is_held_out(lines, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("one\ntwo\n")
+    assert splits(str(lines), valid=(str(other),)) == {"train": LINES, "valid": ["one", "two"], "test": []}
+
+
+def test_the_built_in_corpus_as_validation_text_gives_its_validation_split(lines, corpus):
+    assert splits(str(lines), valid=("builtin",))["valid"] == corpus.documents["valid"]
+
+
+def test_documents_can_be_read_again_and_are_read_from_the_file_each_time(lines):
+    documents = open_corpus(DataConfig(data=(str(lines),))).documents["train"]
+    assert list(documents) == list(documents)
+    lines.unlink()
+    with pytest.raises(DataError, match=r"lines\.txt is no longer there"):
+        list(documents)
+
+
+def test_the_hash_follows_the_content_and_not_the_place(lines, tmp_path):
+    def digest(*data: object, **options: object) -> str:
+        return open_corpus(DataConfig(data=tuple(map(str, data)), **options)).sha256
+
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(lines.read_bytes())
+    assert digest(lines) == digest(copy)
+    assert digest(lines) != digest(lines, copy)
+    assert digest(lines) != digest(lines, valid=(str(copy),))
+    copy.write_text("other")
+    assert len({digest(lines), digest(copy), digest(lines, copy), digest(copy, lines)}) == 4
+
+
+def test_several_sources_follow_one_another(lines, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "last"}')
+    everything = chain(*splits(str(lines), str(other)).values())
+    assert sorted(everything) == sorted([*LINES, "last"])
+
+
+def test_joined_pieces_make_the_joined_text(corpus):
+    documents = corpus.documents["valid"][:20]
+    pieces = list(joined(documents))
+    assert "".join(pieces) == "\n\n".join(documents)
+    assert len(pieces) == 20 and pieces[0] == documents[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import loopscope as ls
 from loopscope.config import ModelConfig
 from loopscope.errors import DataError
+from loopscope.model.layers import Layer
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import run_loops
 
@@ -151,12 +153,27 @@ def test_qk_norm_makes_attention_blind_to_the_size_of_its_queries(tiny, ids_BT):
 
 
 def test_pytorch_default_has_a_unit_normal_embedding_and_scaled_a_small_one(tiny):
-    config = replace(tiny, vocab_size=2000, num_layers=4)
+    config = replace(tiny, vocab_size=2000)
     default, scaled = (ls.build(replace(config, init=init), seed=0) for init in ("pytorch-default", "scaled"))
     assert default.embedding.weight.std().item() == pytest.approx(1.0, rel=0.02)
     assert scaled.embedding.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    out = torch.stack([layer.feed_forward.out.weight for layer in scaled.recurrence.core.layers])
-    assert out.std().item() == pytest.approx(0.02 / math.sqrt(2 * config.depth), rel=0.05)
+
+
+WRITES_INTO_THE_STREAM = {
+    "attention.qkv": False,
+    "attention.out": True,
+    "feed_forward.up": False,
+    "feed_forward.out": True,
+}
+
+
+@pytest.mark.parametrize("name", WRITES_INTO_THE_STREAM)
+def test_scaled_init_shrinks_by_depth_whatever_writes_into_the_stream(tiny, name):
+    model = ls.build(replace(tiny, prelude_layers=1, coda_layers=1, num_loops=5, init="scaled"), seed=0)
+    depth = 1 + 2 * 5 + 1
+    expected = 0.02 / math.sqrt(2 * depth) if WRITES_INTO_THE_STREAM[name] else 0.02
+    stds = [m.get_submodule(name).weight.std().item() for m in model.modules() if isinstance(m, Layer)]
+    assert stds == pytest.approx([expected] * 4, rel=0.1)
 
 
 def test_the_paper_initialisation_starts_far_above_the_uniform_loss(ids_BT):
@@ -187,7 +204,18 @@ def test_noise_states_are_fresh_in_training_and_fixed_in_evaluation(tiny, ids_BT
     assert not torch.equal(model.embed(ids_BT).h_BTD, model.embed(ids_BT).h_BTD)
     model.eval()
     assert torch.equal(model.embed(ids_BT).h_BTD, model.embed(ids_BT).h_BTD)
-    assert model.embed(ids_BT).h_BTD.std().item() == pytest.approx(math.sqrt(2 / 5), rel=0.1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_noise_states_are_normal_and_end_at_three_standard_deviations(tiny, training):
+    """Of 32768 draws of an unbounded normal, 88 would be further out."""
+    config = replace(tiny, injection="add", state_init="noise", max_length=1024)
+    model = ls.build(config, seed=0).train(training)
+    noise_BTD = model.embed(torch.zeros(1, 1024, dtype=torch.long)).h_BTD / math.sqrt(2 / 5)
+    assert 2.9 < noise_BTD.abs().max().item() <= 3.0 + 1e-5
+    assert noise_BTD.mean().item() == pytest.approx(0.0, abs=0.02)
+    assert noise_BTD.std().item() == pytest.approx(0.9866, rel=0.01)  # of a unit normal cut at ±3
+    assert (noise_BTD.abs() < 1).double().mean().item() == pytest.approx(0.6845, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -217,17 +245,13 @@ ALPHA = {"readout": "alpha", "alpha": 0.5}
 INJECTED = {"injection": "add"}
 # field: (other value, what must already be set for it to mean something)
 FIELD_CHANGES: dict[str, tuple[object, dict[str, object]]] = {
-    "vocab_size": (50, {}),
-    "width": (64, {}),
     "num_layers": (3, {}),
     "num_loops": (2, {"readout": "final-only"}),
     "prelude_layers": (1, {}),
     "coda_layers": (1, {}),
     "num_heads": (8, {}),
-    "num_kv_heads": (2, {}),
     "qk_norm": (True, {}),
-    "mlp": ("gelu", {}),
-    "mlp_width": (48, {}),
+    "mlp": ("gelu", {"mlp": "relu2"}),
     "positions": ("rope", {}),
     "rope_base": (100.0, {"positions": "rope"}),
     "norm": ("layernorm", {}),
@@ -243,35 +267,66 @@ FIELD_CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "reference_scale": (2.0, ALPHA),
     "taper_gate": (0.3, {"readout": "taper"}),
     "tie_head": (False, {}),
-    "init": ("scaled", {}),
+}
+QKV, UP = (f"recurrence.core.layers.0.{name}.weight" for name in ("attention.qkv", "feed_forward.up"))
+# field: (other value, a weight that takes its shape from the field, that shape)
+SHAPE_CHANGES: dict[str, tuple[int, str, tuple[int, int]]] = {
+    "vocab_size": (50, "embedding.weight", (50, 32)),
+    "width": (64, "embedding.weight", (37, 64)),
+    "num_kv_heads": (2, QKV, ((4 + 2 + 2) * 8, 32)),
+    "mlp_width": (48, UP, (2 * 48, 32)),
+    "max_length": (30, "positions.weight", (30, 32)),
 }
 # These do not change a fresh model's logits; each has its own test.
 ELSEWHERE = {
-    "dropout": "test_dropout_acts_in_training_only",
-    "max_length": "test_wrong_ids_are_refused_in_a_sentence",
+    "dropout": "test_dropout_zeroes_its_share_of_the_embedding_in_training_only",
     "share_readout_norm": "test_a_shared_readout_norm_is_one_module",
-    "alpha_mode": "test_per_loop_alpha_hides_scale_only_where_its_own_exponent_is_zero",
-    "reference_mode": "test_learned_reference_is_learned_and_fixed_is_not",
+    "alpha_mode": "test_alpha_mode_decides_which_exponents_are_learned",
+    "reference_mode": "test_alpha_readout_uses_the_reference_scale_as_it_is_kept",
     "exit_gate": "test_gated_exits_weight_each_loop_by_its_exit_probability",
+    "init": "test_scaled_init_shrinks_by_depth_whatever_writes_into_the_stream",
 }  # fmt: skip
+
+
+def with_the_weights_of(other, model):
+    """`model` with all parameters it has in common with `other`, so that what is left to differ is the field."""
+    theirs = dict(other.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in theirs and theirs[name].shape == parameter.shape:
+                parameter.copy_(theirs[name])
+    return model
 
 
 @pytest.mark.parametrize("field", FIELD_CHANGES)
 def test_changing_a_field_changes_what_the_model_computes(tiny, ids_BT, field):
     value, needed = FIELD_CHANGES[field]
-    base = replace(tiny, **needed)
-    assert getattr(base, field) != value
-    before, after = (all_logits(ls.build(c, seed=0).eval(), ids_BT) for c in (base, replace(base, **{field: value})))
-    assert before.shape != after.shape or not torch.allclose(before, after, rtol=1e-3)
+    config = replace(tiny, **needed)
+    assert getattr(config, field) != value
+    base, changed = ls.build(config, seed=0), ls.build(replace(config, **{field: value}), seed=0)
+    before, after = (all_logits(m.eval(), ids_BT) for m in (base, with_the_weights_of(base, changed)))
+    assert not torch.allclose(before, after, rtol=1e-3)
 
 
-def test_every_field_is_covered():
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    assert fields == FIELD_CHANGES.keys() | ELSEWHERE.keys()
+@pytest.mark.parametrize("field", SHAPE_CHANGES)
+def test_a_size_is_the_size_of_its_weights(tiny, field):
+    value, weight, shape = SHAPE_CHANGES[field]
+    assert ls.build(tiny).get_parameter(weight).shape != shape
+    assert ls.build(replace(tiny, **{field: value})).get_parameter(weight).shape == shape
 
 
-def test_dropout_acts_in_training_only(tiny, ids_BT):
-    model = ls.build(replace(tiny, dropout=0.5), seed=0)
-    plain = ls.build(tiny, seed=0).eval()
-    assert not torch.allclose(all_logits(model, ids_BT), all_logits(model, ids_BT))
+def test_every_field_is_covered_by_a_table_or_a_test_that_exists():
+    fields = [field.name for field in dataclasses.fields(ModelConfig)]
+    assert sorted(fields) == sorted([*FIELD_CHANGES, *SHAPE_CHANGES, *ELSEWHERE])
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert [name for name in ELSEWHERE.values() if f"def {name}(" not in tests] == []
+
+
+def test_dropout_zeroes_its_share_of_the_embedding_in_training_only(tiny, ids_BT):
+    """The residual branches have their own test in test_layers.py."""
+    plain, model = ls.build(tiny, seed=0).eval(), ls.build(replace(tiny, dropout=0.25), seed=0)
+    whole_BTD, dropped_BTD = plain.embed(ids_BT).h_BTD, model.embed(ids_BT).h_BTD
+    zeroed_BTD = dropped_BTD == 0
+    assert zeroed_BTD.double().mean().item() == pytest.approx(0.25, abs=0.05)
+    torch.testing.assert_close(dropped_BTD[~zeroed_BTD], whole_BTD[~zeroed_BTD] / 0.75)
     torch.testing.assert_close(all_logits(model.eval(), ids_BT), all_logits(plain, ids_BT))

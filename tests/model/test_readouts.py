@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,8 @@ EVERY_READOUT = {
     "alpha 0": {"readout": "alpha", "alpha": 0.0, "reference_scale": 3.0},
     "alpha 1e-5": {"readout": "alpha", "alpha": 1e-5},
     "alpha 0.5": {"readout": "alpha", "alpha": 0.5, "alpha_mode": "learned", "reference_mode": "learned"},
-    "alpha 1": {"readout": "alpha", "alpha": 1.0, "alpha_mode": "per-loop", "reference_mode": "ema"},
+    "alpha 0.5, ema": {"readout": "alpha", "alpha": 0.5, "reference_mode": "ema"},
+    "alpha 1": {"readout": "alpha", "alpha": 1.0, "alpha_mode": "per-loop"},
     "taper 1": {"readout": "taper", "taper_gate": 1.0},
     "taper 0.5": {"readout": "taper", "taper_gate": 0.5},
     "taper 0": {"readout": "taper", "taper_gate": 0.0},
@@ -88,28 +90,46 @@ def radial_gradient(readout: Readout, k: int, h_BTD: torch.Tensor) -> tuple[torc
     return (h_BTD.grad * h_BTD).sum(-1), (features_BTD.grad * features_BTD).sum(-1)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 0.03, 1.0, 100.0])
-@pytest.mark.parametrize("name", ["rmsnorm", "alpha 0", "taper 1"])
-def test_lemma_1_radial_gradient_through_rmsnorm_is_the_eps_leak(name, scale):
-    """The radial gradient is eps/(s² + eps) of the raw one, at every scale."""
-    eps = 1e-6
+def states_of_scale(scale: float, *, centred: bool = False) -> torch.Tensor:
     h_BTD = draw(3, 1, 6, WIDTH)
-    h_BTD = scale * h_BTD / h_BTD.square().mean(-1, keepdim=True).sqrt()
-    shown, raw = radial_gradient(readout_of(name, eps=eps), LOOPS, h_BTD)
+    if centred:
+        h_BTD = h_BTD - h_BTD.mean(-1, keepdim=True)
+    return scale * h_BTD / h_BTD.square().mean(-1, keepdim=True).sqrt()
+
+
+SCALES = [1e-3, 0.03, 1.0, 100.0]
+# Every readout and loop that declares to hide scale; "alpha 1e-5" only nearly does, and has the next test.
+HIDING = [
+    (name, k)
+    for name in EVERY_READOUT
+    for k in range(1, LOOPS + 3)
+    if name != "alpha 1e-5" and "scale" in readout_of(name).hides(k)
+]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("name", "k"), HIDING)
+def test_lemma_1_radial_gradient_where_scale_is_hidden_is_the_eps_leak(name, k, scale):
+    """The radial gradient is eps/(s² + eps) of the raw one, at every scale. LayerNorm's s is that of centred states."""
+    eps, readout = 1e-6, readout_of(name, eps=1e-6)
+    if name == "layernorm":
+        readout.norm.bias.data.zero_()  # features the state has no part in
+    shown, raw = radial_gradient(readout, k, states_of_scale(scale, centred=name == "layernorm"))
     torch.testing.assert_close(shown, eps / (scale**2 + eps) * raw, rtol=1e-6, atol=1e-12)
 
 
-def test_lemma_1_through_layernorm_holds_for_scale_and_for_mean():
-    h_BTD = draw(3, 1, 6, WIDTH)
-    centred = h_BTD - h_BTD.mean(-1, keepdim=True)
-    readout = readout_of("layernorm")
-    with torch.no_grad():
-        readout.norm.bias.zero_()
-    shown, raw = radial_gradient(readout, 1, centred)
-    variance = centred.square().mean(-1)
-    torch.testing.assert_close(shown, 1e-6 / (variance + 1e-6) * raw, rtol=1e-6, atol=1e-12)
-    h_BTD.requires_grad_()
-    loss = (readout(h_BTD, 1) @ draw(1, VOCABULARY, WIDTH).T).logsumexp(-1).sum()
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", ["alpha 1e-5", "alpha 0.5", "alpha 0.5, ema", "alpha 1"])
+def test_radial_gradient_through_alpha_is_alpha_times_the_raw_one_and_the_eps_leak(name, scale):
+    eps, readout = 1e-6, readout_of(name, eps=1e-6)
+    shown, raw = radial_gradient(readout, 1, states_of_scale(scale))
+    share = (readout.exponent(1).item() * scale**2 + eps) / (scale**2 + eps)
+    torch.testing.assert_close(shown, share * raw, rtol=1e-6, atol=1e-12)
+
+
+def test_lemma_1_no_gradient_through_layernorm_points_along_the_mean():
+    h_BTD = draw(3, 1, 6, WIDTH).requires_grad_()
+    loss = (readout_of("layernorm")(h_BTD, 1) @ draw(1, VOCABULARY, WIDTH).T).logsumexp(-1).sum()
     (gradient,) = torch.autograd.grad(loss, h_BTD)
     assert gradient.sum(-1).abs().max() < 1e-9 * gradient.norm()
 
@@ -138,21 +158,52 @@ def test_alpha_readout_spans_rmsnorm_to_raw():
     torch.testing.assert_close(raw.double()(h_BTD, 1), h_BTD)
 
 
-def test_per_loop_alpha_hides_scale_only_where_its_own_exponent_is_zero():
-    readout = make_readout(replace(BASE, readout="alpha", alpha=0.5, alpha_mode="per-loop"))
+def alpha_readout(**changes) -> Alpha:
+    readout = make_readout(replace(BASE, readout="alpha", **changes)).double()
     assert isinstance(readout, Alpha)
-    readout.alpha.data[1] = 0.0
-    assert [sorted(readout.hides(k)) for k in (1, 2, 3, 9)] == [[], ["scale"], [], []]
-    h_BTD = draw(0, 1, 3, WIDTH).float()
-    readout(h_BTD, 3).sum().backward()
-    assert readout.alpha.grad is not None
-    assert (readout.alpha.grad != 0).tolist() == [False, False, True]
+    return readout
 
 
-def test_learned_reference_is_learned_and_fixed_is_not():
-    for mode, learned in (("fixed", False), ("learned", True), ("ema", False)):
-        readout = make_readout(replace(BASE, readout="alpha", alpha=0.5, reference_mode=mode))
-        assert bool(dict(readout.named_parameters())) is learned
+def scale_of(h_BTD: torch.Tensor) -> torch.Tensor:
+    return (h_BTD.square().mean(-1, keepdim=True) + BASE.norm_eps).sqrt()
+
+
+def alpha_equation(h_BTD: torch.Tensor, exponent: float, reference: float) -> torch.Tensor:
+    """γ·h/s with γ = s_ref^(1−a)·s^a."""
+    s_BT1 = scale_of(h_BTD)
+    return reference ** (1 - exponent) * s_BT1**exponent * h_BTD / s_BT1
+
+
+def test_per_loop_alpha_gives_each_loop_its_own_exponent_and_the_last_to_those_beyond():
+    readout, h_BTD = alpha_readout(alpha=0.5, alpha_mode="per-loop", reference_scale=2.0), 3 * draw(0, 1, 3, WIDTH)
+    readout.alpha.data = torch.tensor([0.2, 0.0, 0.7], dtype=torch.float64)
+    for k, exponent in {1: 0.2, 2: 0.0, 3: 0.7, 4: 0.7, 5: 0.7, 9: 0.7}.items():
+        torch.testing.assert_close(readout(h_BTD, k), alpha_equation(h_BTD, exponent, 2.0))
+        assert readout.hides(k) == ({"scale"} if exponent == 0 else set())
+
+
+@pytest.mark.parametrize(("mode", "learned"), [("fixed", []), ("learned", [True]), ("per-loop", [False, True, False])])
+def test_alpha_mode_decides_which_exponents_are_learned(mode, learned):
+    """Which exponents get a gradient when loop 2 of 3 is supervised."""
+    readout = alpha_readout(alpha=0.5, alpha_mode=mode)
+    loss = readout(3 * draw(0, 1, 3, WIDTH), 2).square().sum()
+    gradients = torch.autograd.grad(loss, exponents) if (exponents := list(readout.parameters())) else []
+    assert [value != 0 for gradient in gradients for value in gradient.tolist()] == learned
+
+
+def test_alpha_readout_uses_the_reference_scale_as_it_is_kept():
+    """fixed: as configured; learned: the parameter; ema: the running mean, which takes in a training batch first."""
+    h_BTD, settings = 3 * draw(0, 1, 3, WIDTH), {"alpha": 0.3, "reference_scale": 2.0}
+    fixed, learned, ema = (alpha_readout(**settings, reference_mode=mode) for mode in ("fixed", "learned", "ema"))
+    for readout in (fixed, learned, ema.eval()):
+        torch.testing.assert_close(readout(h_BTD, 1), alpha_equation(h_BTD, 0.3, 2.0), rtol=1e-6, atol=0)
+    assert not list(fixed.parameters()) and not list(ema.parameters())
+    (parameter,) = learned.parameters()
+    parameter.data.fill_(math.log(5.0))
+    torch.testing.assert_close(learned(h_BTD, 1), alpha_equation(h_BTD, 0.3, 5.0), rtol=1e-6, atol=0)
+    mean = 2.0 + 0.01 * (scale_of(h_BTD).mean().item() - 2.0)
+    assert mean == pytest.approx(2.01, abs=0.005)
+    torch.testing.assert_close(ema.train()(h_BTD, 1), alpha_equation(h_BTD, 0.3, mean), rtol=1e-6, atol=0)
 
 
 def test_ema_reference_follows_training_batches_and_ignores_evaluation_and_non_finite_ones():
@@ -178,14 +229,26 @@ def test_taper_goes_from_rmsnorm_to_a_linear_map_and_declares_it():
     torch.testing.assert_close(readout(5 * h_BTD, 1), 5 * readout(h_BTD, 1))
 
 
-def test_taper_calibrates_its_constant_only_while_the_gate_is_closed():
-    readout = make_readout(replace(BASE, readout="taper"))
+@pytest.mark.parametrize("gate", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("k", [1, LOOPS + 1])
+def test_taper_mixes_the_normed_and_the_linear_map_by_its_gate(gate, k):
+    """gain·(g·h/s + (1 − g)·h/c)."""
+    readout, h_BTD = readout_of("taper 1"), 3 * draw(0, 1, 3, WIDTH)
     assert isinstance(readout, Taper)
-    readout(100 * draw(0, 1, 3, WIDTH).float(), 1)
+    readout.gate.fill_(gate)
+    readout.mean_scale.mean.fill_(2.5)
+    expected = readout.gain * (gate * h_BTD / scale_of(h_BTD) + (1 - gate) * h_BTD / 2.5)
+    torch.testing.assert_close(readout(h_BTD, k), expected, rtol=1e-6, atol=0)
+
+
+def test_taper_calibrates_its_constant_on_training_batches_and_only_while_the_gate_is_closed():
+    readout, h_BTD = readout_of("taper 1").train(), 100 * draw(0, 1, 3, WIDTH)
+    assert isinstance(readout, Taper)
+    readout(h_BTD, 1)
     calibrated = readout.mean_scale.mean.item()
-    assert calibrated > 1.5
+    assert calibrated == pytest.approx(1 + 0.01 * (scale_of(h_BTD).mean().item() - 1))
     readout.taper_to(0.5)
-    readout(100 * draw(0, 1, 3, WIDTH).float(), 1)
+    readout(h_BTD, 1)
     assert readout.mean_scale.mean.item() == calibrated
 
 

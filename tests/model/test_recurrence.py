@@ -137,12 +137,30 @@ def test_a_sandwich_branch_writes_a_bounded_amount(tiny, ids_BT):
     assert written.max() <= 4.0 + 1e-6
 
 
-def test_spectral_damping_scales_the_carried_state_by_its_sigmoid(tiny):
+LOOPS_AND_BEYOND = (1, 2, 3, 5)  # the tiny model is trained at three loops
+
+
+@pytest.mark.parametrize("k", LOOPS_AND_BEYOND)
+def test_every_loop_norms_then_damps_then_injects_then_adds_its_embedding(tiny, ids_BT, k):
+    """All parts at once, in the order of the module's docstring; only the norm spares the first loop."""
+    parts = {"inter_loop_norm": "rmsnorm", "spectral_damping": True, "injection": "concat", "loop_embedding": True}
+    model = ls.build(replace(tiny, **parts), seed=0).double().eval()
+    recurrence, state = model.recurrence, model.embed(ids_BT)
+    e_BTD, h_BTD = state.context.input_BTD, 3 * torch.randn_like(state.h_BTD)
+    expected = h_BTD if k == 1 else recurrence.inter_loop_norm(h_BTD)
+    expected = expected * recurrence.damping.sigmoid()
+    expected = recurrence.injection(expected, e_BTD)
+    expected = expected + recurrence.loop_embedding.weight[min(k, 3) - 1]
+    torch.testing.assert_close(recurrence(state.with_h(h_BTD), k).h_BTD, recurrence.core(expected, None))
+
+
+@pytest.mark.parametrize("k", LOOPS_AND_BEYOND)
+def test_spectral_damping_scales_the_carried_state_by_its_sigmoid_at_every_loop(tiny, k):
     recurrence = ls.build(replace(tiny, spectral_damping=True)).recurrence
     h_BTD = torch.randn(1, 2, tiny.width)
     with torch.no_grad():
         recurrence.damping.fill_(-1.0)
-    torch.testing.assert_close(recurrence.open(h_BTD, h_BTD, 1), torch.tensor(-1.0).sigmoid() * h_BTD)
+    torch.testing.assert_close(recurrence.open(h_BTD, h_BTD, k), torch.tensor(-1.0).sigmoid() * h_BTD)
 
 
 def test_the_diagonal_injection_contracts_every_channel_for_any_parameters():
@@ -155,14 +173,14 @@ def test_the_diagonal_injection_contracts_every_channel_for_any_parameters():
     assert difference[0] > 0.99 and difference[-1] < 0.01
 
 
+@pytest.mark.parametrize("k", LOOPS_AND_BEYOND)
 @pytest.mark.parametrize("kind", list(INJECTIONS))
-def test_every_injection_lets_each_loop_read_the_input_again(tiny, ids_BT, kind):
-    """With a zero state, only an injection can tell two inputs apart."""
+def test_every_injection_lets_each_loop_read_the_input_again(tiny, ids_BT, kind, k):
+    """From a zero state, only an injection can tell two inputs apart."""
     model = ls.build(replace(tiny, injection=kind, state_init="zeros"), seed=0).eval()
-    first, second = run_loops(model, ids_BT), run_loops(model, (ids_BT + 1) % 37)
-    assert torch.equal(first.states[0].h_BTD, second.states[0].h_BTD)
-    assert not torch.allclose(first.states[1].h_BTD, second.states[1].h_BTD)
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    first, second = model.embed(ids_BT), model.embed((ids_BT + 1) % 37)
+    assert not first.h_BTD.any() and not second.h_BTD.any()
+    assert not torch.allclose(model.loop(first, k).h_BTD, model.loop(second, k).h_BTD)
 
 
 def test_injections_compute_their_equations():
@@ -178,12 +196,12 @@ def test_injections_compute_their_equations():
     torch.testing.assert_close(diagonal(h, e), expected)
 
 
-def test_loop_embeddings_tell_loops_apart_and_the_last_serves_beyond(tiny, ids_BT):
-    model = ls.build(replace(tiny, loop_embedding=True), seed=0).eval()
-    state = model.embed(ids_BT)
-    outputs = [model.loop(state, k).h_BTD for k in (1, 2, 3, 4)]
-    assert not torch.allclose(outputs[0], outputs[1])
-    assert torch.equal(outputs[2], outputs[3])
+@pytest.mark.parametrize("k", LOOPS_AND_BEYOND)
+def test_each_loop_adds_its_own_embedding_and_the_last_serves_beyond(tiny, k):
+    recurrence = ls.build(replace(tiny, loop_embedding=True), seed=0).recurrence
+    zeros_BTD = torch.zeros(1, 2, tiny.width)
+    own_D = recurrence.loop_embedding.weight[min(k, 3) - 1]
+    assert torch.equal(recurrence.open(zeros_BTD, zeros_BTD, k), own_D.expand(1, 2, -1))
 
 
 def test_a_loop_changes_neither_its_input_nor_the_context(tiny, ids_BT):

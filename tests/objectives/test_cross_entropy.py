@@ -104,13 +104,48 @@ def test_a_row_of_weight_zero_gets_no_gradient():
     assert row_norms[1, 4] == 0.0 and (row_norms > 0).sum() == LOOPS * TOKENS - 1
 
 
-def test_gradients_accumulate_over_a_retained_graph_like_anybody_elses():
+def test_a_second_backward_pass_over_a_retained_graph_raises():
     features, head, targets = case()
     loss = ls.multi_readout_cross_entropy(features, head, targets).loss
     loss.backward(retain_graph=True)
-    once = features.grad.clone()
-    loss.backward()
-    torch.testing.assert_close(features.grad, 2 * once)
+    with pytest.raises(UnsupportedError, match="no retained graph"):
+        loss.backward()
+
+
+def test_gradients_of_several_calls_accumulate():
+    features, head, targets = case()
+    for _ in range(3):
+        ls.multi_readout_cross_entropy(features, head, targets).loss.backward()
+        torch.nn.utils.clip_grad_norm_([features], 1e9)
+    _, once = value_and_gradients(ls.reference_cross_entropy, features, head, targets)
+    assert relative(features.grad, 3 * once[-2]) < 1e-5
+
+
+@pytest.mark.parametrize("function", [ls.multi_readout_cross_entropy, ls.reference_cross_entropy])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_what_stands_at_an_ignored_target_does_not_matter(function, z_loss):
+    """Not even a NaN there reaches the loss or a gradient of another row."""
+    features, head, targets = case()
+    targets[4] = -100
+    _, clean = value_and_gradients(function, features, head, targets, z_loss=z_loss)
+    with torch.no_grad():
+        features[:, 4] = float("nan")
+    result, values = value_and_gradients(function, features, head, targets, z_loss=z_loss)
+    assert torch.equal(result.loss, clean[0])
+    if function is ls.multi_readout_cross_entropy:
+        assert torch.equal(values[-1], clean[-1]) and values[-2].isfinite().all()
+
+
+def test_no_tokens_at_all_is_a_loss_of_zero():
+    features, head, targets = case(tokens=0)
+    assert ls.multi_readout_cross_entropy(features, head, targets).loss.item() == 0.0
+
+
+def test_it_runs_on_the_meta_device():
+    features, head, targets = (tensor.detach().to("meta") for tensor in case())
+    result = ls.multi_readout_cross_entropy(features.requires_grad_(), head, targets)
+    result.loss.backward()
+    assert features.grad.shape == features.shape
 
 
 def test_only_what_needs_a_gradient_gets_one():
@@ -223,6 +258,14 @@ def test_wrong_inputs_are_refused_in_a_sentence(function, change, sentence):
         function(*change(*case()))
 
 
+def test_a_call_without_loops_or_with_empty_chunks_is_refused():
+    features, head, targets = case()
+    with pytest.raises(DataError, match="at least one loop"):
+        ls.multi_readout_cross_entropy(features[:0], head, targets)
+    with pytest.raises(DataError, match="chunk_rows must be at least 1"):
+        ls.multi_readout_cross_entropy(features, head, targets, chunk_rows=0)
+
+
 def test_weights_of_a_wrong_shape_are_refused():
     with pytest.raises(DataError, match=rf"must be \({LOOPS},\) or \({LOOPS}, {TOKENS}\)"):
         ls.multi_readout_cross_entropy(*case(), loop_weights=torch.ones(TOKENS))
@@ -271,4 +314,10 @@ def test_the_chunk_is_bounded_and_its_reason_is_true(rows, vocabulary):
     chunk = int(choice.value)
     assert 1 <= chunk <= max(rows, 1)
     assert chunk * vocabulary * 4 <= 24 * 2**20 or chunk <= 128
-    assert choice.reason
+    claims = {
+        f"one chunk holds all {rows} rows": chunk == rows,
+        "the least that keeps the matrix multiply busy": chunk == 128,
+        "more rows gain nothing": chunk == 1024,
+        "the largest power of two within 24 MiB": chunk * vocabulary * 4 <= 24 * 2**20 < 2 * chunk * vocabulary * 4,
+    }
+    assert [true for claim, true in claims.items() if claim in choice.reason] == [True]

@@ -128,6 +128,52 @@ def test_a_saturated_gate_has_finite_gradients():
     assert entropy.isfinite() and gradient.isfinite().all()
 
 
+def test_the_entropy_of_exits_counts_only_tokens_that_have_a_target(tiny, ids_BT):
+    model = ls.build(replace(tiny, exit_gate=True), seed=0).double()
+    objective = Objective(ObjectiveConfig(placement="gated", exit_entropy=1.0))
+    inputs, targets = batch(ids_BT)
+    padded = torch.cat([targets[:, :5], torch.full_like(targets[:, 5:], -100)], dim=1)
+    short = model(inputs[:, :5], targets[:, :5].contiguous(), objective)
+    torch.testing.assert_close(model(inputs, padded, objective).terms, short.terms)
+
+
+def test_a_model_with_its_own_readout_is_trained_through_it(tiny, ids_BT):
+    """A soft cap on the logits must be in the loss that is minimised."""
+
+    class Capped(ls.LoopedLM):
+        def readout(self, state, k):
+            return 3 * torch.tanh(self.features(state, k) @ self.head.T / 3)
+
+    model = Capped(tiny).double()
+    expected = plain_ce(model, ids_BT)
+    result = model(*batch(ids_BT), Objective(ObjectiveConfig()))
+    torch.testing.assert_close(result.ce_K, expected.detach())
+    torch.testing.assert_close(result.loss, expected.mean())
+
+
+def test_an_adapted_model_can_be_trained(ids_BT):
+    table = torch.nn.Embedding(37, 8)
+    model = ls.adapt(embed=table, loop=lambda h, k: h + h.tanh(), readout=lambda h, k: h @ table.weight.T, num_loops=2)
+    Objective(ObjectiveConfig(norm_penalty=0.1))(model, *batch(ids_BT)).loss.backward()
+    assert table.weight.grad.norm() > 0
+
+
+def test_thinned_exits_estimate_the_same_loss_and_gradient(tiny, ids_BT):
+    """Mean over many draws of positions, against all positions."""
+    model = ls.build(tiny, seed=0).double()
+    weight = model.recurrence.core.layers[0].feed_forward.out.weight
+    full = model(*batch(ids_BT), Objective(ObjectiveConfig()))
+    (expected,) = torch.autograd.grad(full.loss, weight)
+    losses, gradients = [], []
+    for _ in range(200):
+        loss = model(*batch(ids_BT), Objective(ObjectiveConfig(exit_fraction=0.5))).loss
+        losses.append(loss.item())
+        gradients.append(torch.autograd.grad(loss, weight)[0])
+    assert len(set(losses)) > 100
+    assert sum(losses) / 200 == pytest.approx(full.loss.item(), rel=0.01)
+    assert ((torch.stack(gradients).mean(0) - expected).norm() / expected.norm()).item() < 0.1
+
+
 def test_a_model_without_a_gate_is_refused_by_the_gated_objective(tiny, ids_BT):
     class Gateless:
         def __init__(self, model):
@@ -201,6 +247,7 @@ FIELD_CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "last_n": (1, {"placement": "last-n", "last_n": 2}),
     "exit_entropy": (0.5, {"placement": "gated"}),
     "backprop_loops": (1, {}),
+    "exit_fraction": (0.5, {}),
     "norm_penalty": (0.1, {}),
     "scale_anchor": (0.1, {}),
     "anchor_scale": (3.0, {"scale_anchor": 0.1}),

@@ -5,6 +5,7 @@ Results go to stdout, progress to stderr. Exit codes: 0 clean, 1 findings, 2 the
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -13,16 +14,20 @@ from typing import Annotated, Any, Protocol, Union
 import tyro
 
 from loopscope.cli.env import Env
+from loopscope.cli.eval import Eval
 from loopscope.cli.plan import Plan
 from loopscope.cli.quickstart import Quickstart
 from loopscope.cli.terminal import say
-from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, LoopscopeError, suggest
+from loopscope.cli.train import Train
+from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
 
 TOP_HELP = """Train, audit and run looped (depth-recurrent, weight-shared) language models.
 
 examples:
   loopscope quickstart                   the blind spot in a few minutes, on this machine
-  loopscope plan --preset paper-44m      what a model is made of, before paying for it
+  loopscope train --preset nano          train; Ctrl-C saves, the same command goes on
+  loopscope eval runs/NAME --depths 1..8 what exiting after each loop costs
+  loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
 
 exit codes: 0 clean, 1 findings, 2 your mistake, 130 interrupted"""
@@ -34,33 +39,36 @@ class Verb(Protocol):
     help: str
     """What it does in one line, then examples."""
 
-    @classmethod
-    def default(cls, argv: Sequence[str]) -> Any:
-        """An instance with the defaults that the arguments imply (a preset's values)."""
-        ...
-
     def run(self) -> int:
         """Do it, print the result, and return the exit code."""
         ...
 
 
-VERBS: dict[str, type[Any]] = {"quickstart": Quickstart, "plan": Plan, "env": Env}
+VERBS: dict[str, type[Any]] = {"quickstart": Quickstart, "train": Train, "eval": Eval, "plan": Plan, "env": Env}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a user's mistake is one sentence, never a traceback."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character still gets the rest
     try:
-        return parse(argv).run()
+        exit_code = parse(argv).run()
+        sys.stdout.flush()
+        return exit_code
     except LoopscopeError as error:
         say(f"error: {error}")
         return error.exit_code
-    except KeyboardInterrupt:
-        say("interrupted")
-        return EXIT_INTERRUPTED
     except BrokenPipeError:  # `loopscope … | head` closed the pipe: not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    except OSError as error:  # a full disk, an unwritable folder, a file that vanished
+        say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        say("interrupted")
+        return EXIT_INTERRUPTED
 
 
 def parse(argv: Sequence[str]) -> Verb:
@@ -80,5 +88,8 @@ def parse(argv: Sequence[str]) -> Verb:
 
 
 def _subcommand(name: str, verb: type[Any], argv: Sequence[str]) -> Any:
+    """A verb for tyro; where the arguments imply defaults (a preset's values), with those."""
     description = verb.help if argv else verb.help.splitlines()[0]
+    if not hasattr(verb, "default"):
+        return Annotated[verb, tyro.conf.subcommand(name, description=description)]
     return Annotated[verb, tyro.conf.subcommand(name, default=verb.default(argv), description=description)]

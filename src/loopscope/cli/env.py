@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,11 +26,6 @@ class Env:
 examples:
   loopscope env
   loopscope env --json"""
-
-    @classmethod
-    def default(cls, argv: Sequence[str]) -> Env:
-        """No argument changes the defaults."""
-        return cls()
 
     def run(self) -> int:
         """Print what this machine is and what follows from it."""

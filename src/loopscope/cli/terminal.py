@@ -29,8 +29,10 @@ def print_tables(*tables: Table) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for table in tables:
-        console.print(table)
+    with console.capture() as captured:  # rich would turn a closed pipe into an exit code of its own
+        for table in tables:
+            console.print(table)
+    sys.stdout.write(captured.get())
 
 
 def print_json(**values: Any) -> None:

@@ -1,1 +1,1 @@
-"""Text for training and evaluation."""
+"""Text for training and evaluation: corpora, tokenizers, and packed tokens in a reproducible order."""

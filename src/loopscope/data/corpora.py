@@ -1,35 +1,92 @@
-"""Corpora. `builtin` is the running interpreter's own documentation: real English, on every machine, offline."""
+"""Corpora: the built-in one, files, and Hugging Face datasets, as documents by split.
+
+`builtin` is the running interpreter's own documentation: real English, on every machine, offline.
+"""
 
 from __future__ import annotations
 
 import ast
 import hashlib
 import inspect
+import json
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-Split = Literal["train", "valid", "test"]
+from loopscope.config import DataConfig
+from loopscope.data.files import TextFile, find_files
+from loopscope.data.hub import open_dataset
+from loopscope.errors import DataError
+from loopscope.machine import Choice
 
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+SEPARATOR = "\n\n"
+"""Documents are joined with a blank line."""
 MIN_CHARACTERS = 80
-"""Shorter documents are mostly signatures."""
+"""Shorter documents of the built-in corpus are mostly signatures."""
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
+HUB_SPLITS: dict[Split, str] = {"train": "train", "valid": "validation", "test": "test"}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents that are read anew on every pass and never all held in memory."""
+
+    read: Callable[[], Iterator[str]]
+
+    def __iter__(self) -> Iterator[str]:
+        return self.read()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by split, and the hash of them all."""
+    """Documents by split, and the hash of them all. Documents do not end in white space and are not empty."""
 
     name: str
-    documents: dict[Split, list[str]]
+    documents: Mapping[Split, Iterable[str]]
     sha256: str
+    choices: tuple[Choice, ...] = ()
+    """Automatic choices that were made to open it."""
 
     def text(self, split: Split) -> str:
         """The documents of a split, joined with a blank line."""
-        return "\n\n".join(self.documents[split])
+        return SEPARATOR.join(self.documents[split])
+
+
+def joined(documents: Iterable[str]) -> Iterator[str]:
+    """The joined text in pieces: every document but the first opens with the blank line.
+
+    A token never reaches back over the white space that opens a piece, since no document ends in white space, so the
+    tokens of the pieces are the tokens of the joined text. A blank line by itself would be other tokens.
+    """
+    for number, document in enumerate(documents):
+        yield SEPARATOR + document if number else document
+
+
+def open_corpus(config: DataConfig) -> Corpus:
+    """The corpus that `data` and `valid` name, always with all three splits.
+
+    A split that a source does not have is held out of its training documents by hash, unless `valid` is given: then
+    nothing is held out, and a test split exists only where a source has its own.
+    """
+    sources = [_source(name, config.text_field) for name in config.data]
+    others = [_source(name, config.text_field) for name in config.valid or ()]
+    hold_out = config.valid is None
+    documents: dict[Split, Iterable[str]] = {
+        split: Documents(partial(_of_split, sources, split, hold_out)) for split in SPLITS
+    }
+    if not hold_out:
+        documents["valid"] = Documents(partial(_validation, others))
+    hashes = [[source.sha256 for source in group] for group in (sources, others)]
+    digest = hashlib.sha256(json.dumps([hashes, hold_out]).encode()).hexdigest()
+    choices = tuple(choice for source in (*sources, *others) for choice in source.choices)
+    return Corpus(" + ".join(config.data), documents, digest, choices)
 
 
 def builtin_corpus() -> Corpus:
@@ -43,6 +100,60 @@ def builtin_corpus() -> Corpus:
         by_split[_split_of(document)].append(document)
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     return Corpus("builtin", by_split, digest)
+
+
+def _source(name: str, text_field: str) -> Corpus:
+    """One source as a corpus of the splits it has itself."""
+    if name == "builtin":
+        return builtin_corpus()
+    if name.startswith("hf:"):
+        return _hub_corpus(name, text_field)
+    files = find_files(name, text_field)
+    contents = [[file.kind, file.compression, file.text_field, file.sha256] for file in files]
+    digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+    return Corpus(name, {"train": Documents(partial(_read_files, files))}, digest)
+
+
+def _hub_corpus(name: str, text_field: str) -> Corpus:
+    dataset = open_dataset(name, text_field)
+    own = {split: theirs for split, theirs in HUB_SPLITS.items() if theirs in dataset.splits}
+    if not own:
+        raise DataError(f"{name} has none of the splits train, validation and test; it has {', '.join(dataset.splits)}")
+    documents = {split: Documents(partial(dataset.documents, theirs)) for split, theirs in own.items()}
+    return Corpus(name, documents, dataset.sha256, (dataset.streaming,))
+
+
+def _read_files(files: list[TextFile]) -> Iterator[str]:
+    for file in files:
+        yield from file.documents()
+
+
+def _of_split(sources: list[Corpus], split: Split, hold_out: bool) -> Iterator[str]:
+    for source in sources:
+        if split == "train" and "train" not in source.documents:
+            raise DataError(f"{source.name} has no train split; it has {', '.join(source.documents)}")
+        if not hold_out:
+            yield from source.documents.get(split, ())
+        else:
+            yield from _with_held_out(source.documents, split)
+
+
+def _with_held_out(own: Mapping[Split, Iterable[str]], split: Split) -> Iterator[str]:
+    """The documents of a split where the splits a source lacks are taken out of its training documents."""
+    if split in own and split != "train":
+        yield from own[split]
+        return
+    for document in own.get("train", ()):
+        chosen = _split_of(document)
+        if (chosen if chosen not in own else "train") == split:
+            yield document
+
+
+def _validation(sources: list[Corpus]) -> Iterator[str]:
+    """All that the sources named by `valid` are meant to give: their validation split, else everything."""
+    for source in sources:
+        own = source.documents
+        yield from own.get("valid") or own.get("train") or own["test"]
 
 
 def _raw_documents() -> Iterator[str]:

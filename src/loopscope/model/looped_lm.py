@@ -60,6 +60,8 @@ class LoopedLM(nn.Module):
         num_loops: int | None = None,
     ) -> LoopTrace | ObjectiveResult:
         """The trace of all loops; with targets and an objective, the loss (in forward, where DDP and FSDP see it)."""
+        if objective is None and targets_BT is not None:
+            raise DataError("targets need an objective: call model(ids, targets, objective)")
         if objective is None:
             return run_loops(self, ids_BT, num_loops=num_loops)
         if targets_BT is None:
@@ -94,9 +96,9 @@ class LoopedLM(nn.Module):
         assert self.exit_gate is not None, "Config allows the gated objective only with an exit gate"
         return self.exit_gate(features_BTD).squeeze(-1)
 
-    def hides(self, k: int) -> frozenset[str]:
-        """What the readout at loop k declares to hide of the state. A coda before it may hide more, or less."""
-        return self.readout_map.hides(k)
+    def hides(self, k: int) -> frozenset[str] | None:
+        """What of the state the readout at loop k hides; None with a coda in between, of which nothing is declared."""
+        return None if self.config.coda_layers else self.readout_map.hides(k)
 
     def _rotation(self, positions_BT: Tensor) -> Rotation | None:
         if self.config.positions != "rope":
@@ -152,7 +154,7 @@ def _init_scaled(model: LoopedLM, config: ModelConfig) -> None:
             nn.init.normal_(module.weight, std=SCALED_STD)
     for module in model.modules():
         if isinstance(module, (Attention, FeedForward)):
-            nn.init.normal_(module.out.weight, std=SCALED_STD / math.sqrt(2 * config.depth))
+            nn.init.normal_(module.out.weight, std=SCALED_STD / math.sqrt(2 * config.total_layers))
 
 
 def _truncated_normal(uniform: Tensor, std: float) -> Tensor:

@@ -106,7 +106,8 @@ class Alpha(Readout):
         s_BT1 = scale_of(h_BTD, self.eps)
         log_reference = self.log_reference if self.mean_scale is None else self.mean_scale(s_BT1).log()
         exponent = self.exponent(k)
-        return torch.exp((1 - exponent) * log_reference + (exponent - 1) * s_BT1.log()) * h_BTD
+        gain_BT1 = torch.exp((1 - exponent) * log_reference + (exponent - 1) * s_BT1.log())
+        return (gain_BT1 * h_BTD).to(h_BTD.dtype)
 
     def hides(self, k: int) -> frozenset[str]:
         return SCALE if abs(self.exponent(k).item()) <= HIDDEN_BELOW else NOTHING
@@ -123,19 +124,20 @@ class Taper(Readout):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
+        self.start = config.taper_gate
         self.gain = nn.Parameter(torch.ones(config.width))
         self.mean_scale = MeanScale(1.0)
         self.register_buffer("gate", torch.tensor(config.taper_gate))
 
     def taper_to(self, progress: float, *, hold: float = 0.3) -> None:
-        """Set the gate for a training progress in [0, 1]: 1 until `hold`, then a cosine down to 0."""
+        """Set the gate for a training progress in [0, 1]: its start until `hold`, then a cosine down to 0."""
         fraction = min(max((progress - hold) / (1 - hold), 0.0), 1.0)
-        self.gate.fill_(0.5 * (1 + math.cos(math.pi * fraction)))
+        self.gate.fill_(self.start * 0.5 * (1 + math.cos(math.pi * fraction)))
 
     def forward(self, h_BTD: Tensor, k: int) -> Tensor:
         s_BT1 = scale_of(h_BTD, self.eps)
         c = self.mean_scale(s_BT1, update=self.gate == 1)
-        return self.gain * h_BTD * (self.gate / s_BT1 + (1 - self.gate) / c)
+        return (self.gain * h_BTD * (self.gate / s_BT1 + (1 - self.gate) / c)).to(h_BTD.dtype)
 
     def hides(self, k: int) -> frozenset[str]:
         return SCALE if 1 - self.gate.item() <= HIDDEN_BELOW else NOTHING
@@ -161,8 +163,9 @@ class MeanScale(nn.Module):
 
 
 def scale_of(h_BTD: Tensor, eps: float) -> Tensor:
-    """s_BT1 = √(mean over width of h² + eps)."""
-    return (h_BTD.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+    """s_BT1 = √(mean over width of h² + eps), in float32 at least: the square of a large half overflows."""
+    wide_BTD = h_BTD.to(torch.promote_types(h_BTD.dtype, torch.float32))
+    return (wide_BTD.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
 
 def _register(module: nn.Module, name: str, value: Tensor, *, learned: bool) -> None:

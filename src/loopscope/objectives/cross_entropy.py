@@ -20,6 +20,7 @@ Shape legend: K loops, N tokens, R = K·N rows, C rows of a chunk, D width, V vo
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,7 @@ def choose_chunk_rows(num_rows: int, vocab_size: int, itemsize: int, device_type
     fitting = (budget_mib << 20) // (vocab_size * itemsize)
     rows = max(128, min(1024, 1 << max(fitting, 1).bit_length() - 1))
     if rows >= num_rows:
-        return Choice("loss_chunk_rows", max(num_rows, 1), f"all rows fit into {budget_mib} MiB of logits")
+        return Choice("loss_chunk_rows", max(num_rows, 1), f"one chunk holds all {num_rows} rows")
     mib = rows * vocab_size * itemsize / 2**20
     limit = {128: "the least that keeps the matrix multiply busy", 1024: "more rows gain nothing"}
     reason = limit.get(rows, f"the largest power of two within {budget_mib} MiB")
@@ -77,8 +78,11 @@ def multi_readout_cross_entropy(
     `loop_weights` has shape (K,) or (K, N), may require grad, and is 1/K by default: the mean over loops. Under
     torch.compile the operation runs as a graph break. `chunk_rows` is chosen by `choose_chunk_rows` when not given.
     """
-    weights_KN = _checked_weights(features_KND, head_VD, targets_N, loop_weights)
+    _check_shapes(features_KND, head_VD)
+    weights_KN = _checked_weights(features_KND, targets_N, loop_weights)
     _check_targets(targets_N, len(head_VD), ignore_index)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise DataError(f"chunk_rows must be at least 1, got {chunk_rows}")
     compute_dtype = _compute_dtype(features_KND)
     if chunk_rows is None:
         itemsize = _statistics_dtype(compute_dtype).itemsize
@@ -102,16 +106,37 @@ def reference_cross_entropy(
     margin: bool = False,
 ) -> ReadoutLoss:
     """The same value through plain linear + cross-entropy: differentiable in every mode and to every order."""
-    weights_KN = _checked_weights(features_KND, head_VD, targets_N, loop_weights)
-    _check_targets(targets_N, len(head_VD), ignore_index)
-    logits_KNV = F.linear(features_KND, head_VD)
+    _check_shapes(features_KND, head_VD)
+    return logits_cross_entropy(
+        F.linear(features_KND, head_VD),
+        targets_N,
+        loop_weights=loop_weights,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        margin=margin,
+    )
+
+
+def logits_cross_entropy(
+    logits_KNV: Tensor,
+    targets_N: Tensor,
+    *,
+    loop_weights: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    z_loss: float = 0.0,
+    margin: bool = False,
+) -> ReadoutLoss:
+    """The same loss from logits that are already there: for models with a readout of their own."""
+    weights_KN = _checked_weights(logits_KNV, targets_N, loop_weights)
+    vocab_size = logits_KNV.shape[-1]
+    _check_targets(targets_N, vocab_size, ignore_index)
     logits_KNV = logits_KNV.to(_statistics_dtype(logits_KNV.dtype))
-    rows, vocab_size = targets_N.repeat(len(features_KND)), head_VD.shape[0]
+    rows = targets_N.repeat(len(logits_KNV))
     ce_R = F.cross_entropy(logits_KNV.reshape(-1, vocab_size), rows, ignore_index=ignore_index, reduction="none")
     ce_KN = ce_R.view_as(weights_KN)
     lse_KN = logits_KNV.logsumexp(-1)
     valid_N = targets_N != ignore_index
-    terms_KN = ce_KN + z_loss * lse_KN.square() * valid_N if z_loss else ce_KN
+    terms_KN = ce_KN + z_loss * lse_KN.square().where(valid_N, 0) if z_loss else ce_KN
     loss = (weights_KN * terms_KN).sum() / valid_N.sum().clamp(min=1)
     margin_KN = _top2_margin(logits_KNV.detach()) if margin else None
     return _pack(loss, ce_KN.detach(), lse_KN.detach(), margin_KN, valid_N)
@@ -119,7 +144,7 @@ def reference_cross_entropy(
 
 @torch.compiler.disable(reason="the fused loss computes its gradients in forward, in place, chunk by chunk")  # type: ignore[untyped-decorator]
 def _fused(features_KND: Tensor, head_VD: Tensor, targets_N: Tensor, weights_KN: Tensor, plan: _Plan) -> ReadoutLoss:
-    with torch.autocast(features_KND.device.type, enabled=False):
+    with _without_autocast(features_KND.device.type):
         try:
             loss, ce_KN, lse_KN, margin_KN = _MultiReadoutCrossEntropy.apply(
                 features_KND, head_VD, targets_N, weights_KN, plan
@@ -132,8 +157,8 @@ def _fused(features_KND: Tensor, head_VD: Tensor, targets_N: Tensor, weights_KN:
 
 
 _ONE_BACKWARD_ONLY = (
-    "multi_readout_cross_entropy supports one backward pass only: no forward mode, no double backward, no torch.func; "
-    "use reference_cross_entropy, as audits do"
+    "multi_readout_cross_entropy supports one backward pass only: no retained graph, no double backward, no forward "
+    "mode, no torch.func; use reference_cross_entropy, as audits do"
 )
 
 
@@ -166,6 +191,7 @@ class _MultiReadoutCrossEntropy(torch.autograd.Function):
         terms_KN = walk.terms_KN()
         loss = (weights_KN * terms_KN).sum()
         ctx.save_for_backward(walk.d_features_RD, walk.d_head_VD, terms_KN if plan.wants[2] else None)
+        ctx.used = False
         ctx.like = [(tensor.shape, tensor.dtype) for tensor in (features_KND, head_VD, weights_KN)]
         outputs = (walk.ce_KN, walk.lse_KN, walk.margin_KN)
         ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
@@ -173,8 +199,11 @@ class _MultiReadoutCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: a later derivative would silently miss this term
+        # With create_graph a later derivative would silently miss this term; after a first backward pass the gradients
+        # belong to whoever got them.
+        if torch.is_grad_enabled() or ctx.used:
             raise UnsupportedError(_ONE_BACKWARD_ONLY)
+        ctx.used = True
         d_features_KND, d_head_VD, d_weights_KN = (
             _times(saved, d_loss, shape, dtype)
             for saved, (shape, dtype) in zip(ctx.saved_tensors, ctx.like, strict=True)
@@ -194,12 +223,14 @@ class _Walk:
     ) -> None:
         self.plan = plan
         self.num_rows = weights_KN.numel()
-        self.features_RD = features_KND.reshape(self.num_rows, -1).to(plan.compute_dtype)
-        self.head_VD = head_VD.to(plan.compute_dtype)
         self.valid_N = targets_N != plan.ignore_index
+        self.any_ignored = not targets_N.is_meta and not bool(self.valid_N.all())
+        self.features_RD = features_KND.reshape(self.num_rows, features_KND.shape[-1]).to(plan.compute_dtype)
+        self.head_VD = head_VD.to(plan.compute_dtype)
         self.num_valid = self.valid_N.sum().clamp(min=1)
         # Ignored rows get target 0 and weight 0: they cost their share of the multiply and change nothing.
         self.targets_R = torch.where(self.valid_N, targets_N, 0).repeat(len(features_KND))
+        self.valid_R = self.valid_N.repeat(len(features_KND))
         dtype, device = _statistics_dtype(plan.compute_dtype), features_KND.device
         self.weights_R = (weights_KN.to(dtype) * self.valid_N).reshape(-1)
         self.ce_KN, self.lse_KN = (torch.empty(weights_KN.shape, dtype=dtype, device=device) for _ in range(2))
@@ -211,10 +242,9 @@ class _Walk:
 
     def terms_KN(self) -> Tensor:
         """(CE + z·lse²)/n of every row, 0 where ignored: what the weights multiply, and so their gradient."""
-        self.ce_KN.mul_(self.valid_N)
-        terms_KN = self.ce_KN
+        terms_KN = self.ce_KN.masked_fill_(~self.valid_N, 0)
         if self.plan.z_loss:
-            terms_KN = terms_KN + self.plan.z_loss * self.lse_KN.square() * self.valid_N
+            terms_KN = terms_KN + self.plan.z_loss * self.lse_KN.square().where(self.valid_N, 0)
         return terms_KN / self.num_valid
 
     def chunk(self, rows: slice) -> None:
@@ -245,10 +275,15 @@ class _Walk:
             z_C1 = torch.ones_like(z_C1)
         d_logits_CV = p_CV.scatter_add_(1, self.targets_R[rows, None], -z_C1).to(self.plan.compute_dtype)
         factor_C1 = self.weights_R[rows, None] / z_C1
+        weighted_CD = self.features_RD[rows] * factor_C1
+        if self.any_ignored:  # not even a NaN in an ignored row may reach a gradient
+            ignored_C1 = ~self.valid_R[rows, None]
+            for tensor in (d_logits_CV, factor_C1, weighted_CD):
+                tensor.masked_fill_(ignored_C1, 0)
         if self.d_features_RD is not None:
             _multiply(d_logits_CV, self.head_VD, self.d_features_RD[rows]).mul_(factor_C1 / self.num_valid)
         if self.d_head_VD is not None:
-            _multiply_add(d_logits_CV.T, self.features_RD[rows] * factor_C1, self.d_head_VD)
+            _multiply_add(d_logits_CV.T, weighted_CD, self.d_head_VD)
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
@@ -262,7 +297,7 @@ def _multiply_add(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 def _times(saved: Tensor | None, d_loss: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """saved · d_loss; where looking at d_loss is free (CPU), a factor of 1 costs no copy."""
+    """saved · d_loss; where looking at d_loss is free (CPU), a factor of 1 gives `saved` away without a copy."""
     if saved is None:
         return None
     if not (d_loss.device.type == "cpu" and d_loss.item() == 1.0):
@@ -288,25 +323,41 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 def _compute_dtype(features_KND: Tensor) -> torch.dtype:
     """What `F.linear` would compute in here: autocast's dtype where it is on, else the features' own."""
     device_type = features_KND.device.type
+    if not torch.amp.is_autocast_available(device_type):
+        return features_KND.dtype
     if torch.is_autocast_enabled(device_type) and features_KND.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return features_KND.dtype
 
 
-def _checked_weights(features_KND: Tensor, head_VD: Tensor, targets_N: Tensor, loop_weights: Tensor | None) -> Tensor:
-    """`loop_weights` as (K, N), after a look at all shapes and dtypes."""
+def _without_autocast(device_type: str) -> Any:
+    """The operation chooses its own dtypes."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _check_shapes(features_KND: Tensor, head_VD: Tensor) -> None:
     if features_KND.dim() != 3 or head_VD.dim() != 2 or features_KND.shape[-1] != head_VD.shape[-1]:
         raise DataError(
             "expected features (loops, tokens, width) and head (vocabulary, width), "
             f"got {tuple(features_KND.shape)} and {tuple(head_VD.shape)}"
         )
-    loops, tokens, _ = features_KND.shape
+    device_type = features_KND.device.type
+    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    if features_KND.dtype != head_VD.dtype and not autocast:
+        raise DataError(f"features are {features_KND.dtype} and the head is {head_VD.dtype}; cast one, or use autocast")
+
+
+def _checked_weights(rows_KNX: Tensor, targets_N: Tensor, loop_weights: Tensor | None) -> Tensor:
+    """`loop_weights` as (K, N), after a look at what they and the targets must fit."""
+    if rows_KNX.dim() != 3 or not len(rows_KNX):
+        raise DataError(f"expected at least one loop of (tokens, …), got {tuple(rows_KNX.shape)}")
+    loops, tokens, _ = rows_KNX.shape
     if targets_N.shape != (tokens,) or targets_N.dtype != torch.int64:
         raise DataError(f"expected {tokens} targets of int64, got {tuple(targets_N.shape)} of {targets_N.dtype}")
-    if features_KND.dtype != head_VD.dtype and not torch.is_autocast_enabled(features_KND.device.type):
-        raise DataError(f"features are {features_KND.dtype} and the head is {head_VD.dtype}; cast one, or use autocast")
     if loop_weights is None:
-        loop_weights = torch.full((loops,), 1 / loops, device=features_KND.device)
+        loop_weights = torch.full((loops,), 1 / loops, device=rows_KNX.device)
     if loop_weights.shape not in ((loops,), (loops, tokens)):
         raise DataError(f"loop_weights must be ({loops},) or ({loops}, {tokens}), got {tuple(loop_weights.shape)}")
     return loop_weights if loop_weights.dim() == 2 else loop_weights[:, None].expand(loops, tokens)

@@ -18,10 +18,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import ConfigError, DataError
-from loopscope.objectives.cross_entropy import ReadoutLoss, multi_readout_cross_entropy, reference_cross_entropy
+from loopscope.errors import ConfigError, DataError, UnsupportedError
+from loopscope.objectives.cross_entropy import (
+    IGNORE_INDEX,
+    ReadoutLoss,
+    logits_cross_entropy,
+    multi_readout_cross_entropy,
+    reference_cross_entropy,
+)
 from loopscope.objectives.scale import norm_penalty, scale_anchor
-from loopscope.protocol import LoopedModel, LoopTrace, run_loops
+from loopscope.protocol import LoopedModel, LoopTrace, own_readout, readout, run_loops
 
 DEPTH_SIGMA = 0.5
 """Spread of the log-normal rate in Poisson-lognormal depth sampling (Huginn's)."""
@@ -42,6 +48,8 @@ class ObjectiveResult:
     """Cross-entropy at each supervised loop."""
     norms_K: Tensor
     """Mean ‖h_k‖ of every loop that was run, supervised or not."""
+    trace: LoopTrace
+    """The states themselves, for whoever wants to look closer; these carry gradient."""
     terms: dict[str, Tensor] = field(default_factory=dict)
     """Terms of the loss besides the weighted cross-entropy (and its z-loss), by name."""
 
@@ -49,8 +57,9 @@ class ObjectiveResult:
 class Objective:
     """Turns a model, ids and targets into a loss, through the protocol only."""
 
-    def __init__(self, config: ObjectiveConfig, *, fused: bool = True) -> None:
+    def __init__(self, config: ObjectiveConfig, *, fused: bool = True, recompute: bool = False) -> None:
         self.config = config
+        self.recompute = recompute
         self.cross_entropy = multi_readout_cross_entropy if fused else reference_cross_entropy
 
     def __call__(
@@ -59,27 +68,57 @@ class Objective:
         """The loss at `num_loops` loops (the trained depth by default; see `sample_depth` for random ones)."""
         if ids_BT.shape != targets_BT.shape:
             raise DataError(f"ids {tuple(ids_BT.shape)} and targets {tuple(targets_BT.shape)} differ in shape")
-        trace = run_loops(model, ids_BT, num_loops=num_loops, backprop_loops=self.config.backprop_loops)
+        backprop_loops = self.config.backprop_loops
+        trace = run_loops(model, ids_BT, num_loops=num_loops, backprop_loops=backprop_loops, recompute=self.recompute)
         loops = supervised_loops(self.config, trace.num_loops)
-        features_KND = torch.stack([model.features(trace.states[k], k).flatten(0, 1) for k in loops])
+        targets_N = targets_BT.flatten()
         terms = self._scale_terms(trace)
-        weights, entropy = self._weights(model, features_KND, loops)
-        if entropy is not None:
-            terms["exit_entropy"] = -self.config.exit_entropy * entropy
-        readouts: ReadoutLoss = self.cross_entropy(
-            features_KND, model.head, targets_BT.flatten(), loop_weights=weights, z_loss=self.config.z_loss
-        )
-        loss = readouts.loss + sum(terms.values())
+        if own_readout(model) is not None:
+            loss, ce_K = self._own_readout_loss(model, trace, loops, targets_N)
+        else:
+            features_KND = torch.stack([model.features(trace.states[k], k).flatten(0, 1) for k in loops])
+            weights = self._fixed_weights(loops, targets_N.device)
+            if self.config.placement == "gated":
+                weights, entropy = gated_weights(model, features_KND, targets_N != IGNORE_INDEX)
+                terms["exit_entropy"] = -self.config.exit_entropy * entropy
+            loss, ce_K = self._cross_entropy(features_KND, model.head, targets_N, weights)
+        loss = loss + sum(terms.values())
         detached = {name: term.detach() for name, term in terms.items()}
-        return ObjectiveResult(loss, loops, readouts.ce_K, trace.norms_K(), detached)
+        return ObjectiveResult(loss, loops, ce_K, trace.norms_K(), trace, detached)
 
-    def _weights(self, model: LoopedModel, features_KND: Tensor, loops: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Weights of the supervised loops: (K,) fixed ones, or for gated exits (K, N) with their mean entropy."""
-        if self.config.placement == "gated":
-            return gated_weights(model, features_KND)
+    def _cross_entropy(
+        self, features_KND: Tensor, head_VD: Tensor, targets_N: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted loss and CE per loop; exits below the last on a random share of positions if so configured."""
+        z_loss, share = self.config.z_loss, self.config.exit_fraction
+        if share == 1 or len(features_KND) == 1:
+            every = self.cross_entropy(features_KND, head_VD, targets_N, loop_weights=weights, z_loss=z_loss)
+            return every.loss, every.ce_K
+        chosen = torch.randperm(len(targets_N), device=targets_N.device)[: math.ceil(share * len(targets_N))]
+        exits: ReadoutLoss = self.cross_entropy(
+            features_KND[:-1, chosen], head_VD, targets_N[chosen], loop_weights=weights[:-1], z_loss=z_loss
+        )
+        last = self.cross_entropy(features_KND[-1:], head_VD, targets_N, loop_weights=weights[-1:], z_loss=z_loss)
+        return exits.loss + last.loss, torch.cat([exits.ce_K, last.ce_K])
+
+    def _own_readout_loss(
+        self, model: LoopedModel, trace: LoopTrace, loops: list[int], targets_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """For a model that makes its logits itself: the plain path on those."""
+        if self.config.placement == "gated" or self.config.exit_fraction < 1:
+            raise UnsupportedError(
+                "a model with its own readout takes neither gated exits nor an exit_fraction below 1"
+            )
+        logits_KNV = torch.stack([readout(model, trace.states[k], k).flatten(0, 1) for k in loops])
+        weights = self._fixed_weights(loops, targets_N.device)
+        every = logits_cross_entropy(logits_KNV, targets_N, loop_weights=weights, z_loss=self.config.z_loss)
+        return every.loss, every.ce_K
+
+    def _fixed_weights(self, loops: list[int], device: torch.device) -> Tensor:
+        """Weights (K,) of the supervised loops, summing to 1."""
         given = self.config.loop_weights
-        raw = torch.tensor([given[k - 1] if given else 1.0 for k in loops], device=features_KND.device)
-        return raw / raw.sum(), None
+        raw = torch.tensor([given[k - 1] if given else 1.0 for k in loops], device=device)
+        return raw / raw.sum()
 
     def _scale_terms(self, trace: LoopTrace) -> dict[str, Tensor]:
         states = [state.h_BTD for state in trace.states[1:]]
@@ -126,11 +165,14 @@ def exit_distribution(exit_logits_KN: Tensor) -> Tensor:
     return log_reach_KN + log_leave_KN
 
 
-def gated_weights(model: LoopedModel, features_KND: Tensor) -> tuple[Tensor, Tensor]:
-    """Ouro's exits, Σ p_k·CE_k − w·H(p): the weights p_KN and the mean entropy of p over tokens."""
+def gated_weights(model: LoopedModel, features_KND: Tensor, counted_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Ouro's exits, Σ p_k·CE_k − w·H(p): the weights p_KN and the mean entropy of p over the tokens that count."""
     if not hasattr(model, "exit_logits"):
         raise ConfigError("the gated objective needs a model with exit_logits(features); none found")
     gated: _GatedModel = model  # type: ignore[assignment]
-    log_p_KN = exit_distribution(torch.stack([gated.exit_logits(features_ND) for features_ND in features_KND]))
+    exit_logits_KN = torch.stack([gated.exit_logits(features_ND) for features_ND in features_KND])
+    wide = torch.promote_types(exit_logits_KN.dtype, torch.float32)
+    log_p_KN = exit_distribution(exit_logits_KN.to(wide))
     p_KN = log_p_KN.exp()
-    return p_KN, -(p_KN * log_p_KN).sum(0).mean()
+    entropy_N = -(p_KN * log_p_KN).sum(0)
+    return p_KN, (entropy_N * counted_N).sum() / counted_N.sum().clamp(min=1)

@@ -16,7 +16,7 @@ def norm_penalty(states_KBTD: Tensor | Sequence[Tensor], weight: float) -> Tenso
 
     Takes the states stacked, or as a sequence of (B, T, D) tensors, which saves the copy.
     """
-    return weight * torch.stack([h_BTD.float().square().mean() for h_BTD in states_KBTD]).mean()
+    return weight * torch.stack([_wide(h_BTD).square().mean() for h_BTD in states_KBTD]).mean()
 
 
 def scale_anchor(states_KBTD: Tensor | Sequence[Tensor], weight: float, target: float) -> Tensor:
@@ -27,4 +27,9 @@ def scale_anchor(states_KBTD: Tensor | Sequence[Tensor], weight: float, target: 
 
 def _scale(h_BTD: Tensor) -> Tensor:
     """s of every token; the norm's gradient at h = 0 is 0, the square root's would be infinite."""
-    return h_BTD.float().norm(dim=-1) / h_BTD.shape[-1] ** 0.5
+    return _wide(h_BTD).norm(dim=-1) / h_BTD.shape[-1] ** 0.5
+
+
+def _wide(h_BTD: Tensor) -> Tensor:
+    """In float32 at least: squares of half-precision states overflow."""
+    return h_BTD.to(torch.promote_types(h_BTD.dtype, torch.float32))

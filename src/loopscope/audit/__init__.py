@@ -1,0 +1,1 @@
+"""The audit: what a loop carries and no loss sees."""

@@ -1,0 +1,107 @@
+"""Watching a training run: a live table on a terminal, a line per logged step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from loopscope.cli.terminal import say
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from loopscope.training.trainer import Trainer
+
+
+class Watch:
+    """Turns rows of metrics into what a person wants to know: where, how fast, how good, how large, how long still."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        from loopscope.training.plan import flops_per_token, measure_flops
+
+        self.steps = trainer.config.training.steps
+        self.first_step, self.started = trainer.progress.step, time.perf_counter()
+        self.tokens_per_step = trainer.config.training.batch * trainer.config.sequence_length
+        self.flops_per_token = flops_per_token(trainer.config).total
+        self.peak_flops = measure_flops(trainer.ranks.device.type) * trainer.ranks.world_size
+
+    def rates(self, step: int) -> tuple[float, float, timedelta]:
+        """Tokens per second since the start, model FLOPs utilisation, and the time that is left."""
+        seconds = time.perf_counter() - self.started
+        done = max(1, step - self.first_step)
+        speed = done * self.tokens_per_step / seconds
+        left = timedelta(seconds=round((self.steps - step) * seconds / done))
+        return speed, speed * self.flops_per_token / self.peak_flops, left
+
+    def line(self, row: dict[str, Any]) -> str:
+        """One line of text."""
+        if row["kind"] == "event":
+            return str(row["message"])
+        loops = f"CE {_each(row['ce'], '.3f')}, ‖h‖ {_each(row['norm'], '.3g')}"
+        if row["kind"] == "eval":
+            return f"step {row['step']}: validation {loops}"
+        speed, mfu, left = self.rates(row["step"])
+        shares = _each(row["radial_gradient_share"], ".1g")
+        return (
+            f"step {row['step']}/{self.steps}: loss {row['loss']:.4f}, {loops}, radial share {shares}, "
+            f"{speed:,.0f} tokens/s, MFU {mfu:.2f}, {left} left"
+        )
+
+    def table(self, train: dict[str, Any], evaluation: dict[str, Any] | None, events: list[str]) -> Table:
+        """The live view."""
+        from rich.table import Table
+
+        speed, mfu, left = self.rates(train["step"])
+        title = (
+            f"step {train['step']}/{self.steps}   loss {train['loss']:.4f}   lr {train['lr']:.2g}   "
+            f"{speed:,.0f} tokens/s   MFU {mfu:.2f}   {left} left"
+        )
+        caption = "\n".join(events[-3:]) or None
+        table = Table("loop", title=title, caption=caption, title_justify="left", caption_justify="left")
+        for name in ("CE", "radial gradient share", "‖h‖", "validation CE"):
+            table.add_column(name, justify="right")
+        supervised = dict(
+            zip(train["loops"], zip(train["ce"], train["radial_gradient_share"], strict=True), strict=True)
+        )
+        for k, norm in enumerate(train["norm"], start=1):
+            ce, share = (f"{supervised[k][0]:.4f}", f"{supervised[k][1]:.1e}") if k in supervised else ("", "")
+            scored = [] if evaluation is None else evaluation["ce"]
+            table.add_row(str(k), ce, share, f"{norm:.4g}", f"{scored[k - 1]:.4f}" if k <= len(scored) else "")
+        return table
+
+
+@contextmanager
+def watching(trainer: Trainer, *, shown: bool) -> Iterator[None]:
+    """Show the run while the block trains it."""
+    if not shown:
+        yield
+        return
+    watch = Watch(trainer)
+    if not sys.stderr.isatty():
+        trainer.listeners = (*trainer.listeners, lambda row: say(watch.line(row)))
+        yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    rows: dict[str, dict[str, Any]] = {}
+    events: list[str] = []
+    with Live(console=Console(stderr=True), refresh_per_second=4) as live:
+
+        def show(row: dict[str, Any]) -> None:
+            if row["kind"] == "event":
+                events.append(row["message"])
+            rows[row["kind"]] = row
+            if "train" in rows:
+                live.update(watch.table(rows["train"], rows.get("eval"), events))
+
+        trainer.listeners = (*trainer.listeners, show)
+        yield
+
+
+def _each(values: list[float], form: str) -> str:
+    return " ".join(format(value, form) for value in values)

@@ -1,0 +1,249 @@
+"""Documents in files: .txt, .jsonl and .parquet, each plain, .gz or .zst, read one document at a time.
+
+A line of a .txt file is a document, as a record of the others is. Text whose line breaks matter belongs in the others.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import importlib
+import io
+import json
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from loopscope.errors import DataError, UnsupportedError
+
+KINDS = (".txt", ".jsonl", ".parquet")
+COMPRESSIONS = (".gz", ".zst")
+CHUNK = 1 << 17
+"""Compressed bytes read at once."""
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of documents as it was when the corpus was opened."""
+
+    path: Path
+    kind: str
+    """One of KINDS."""
+    compression: str
+    """One of COMPRESSIONS, or empty."""
+    text_field: str
+    sha256: str
+    """Of the bytes of the file."""
+    stamp: tuple[int, int]
+    """Size and time of change; a pass over a file that has changed since would not be the same corpus."""
+
+    def documents(self) -> Iterator[str]:
+        """The documents that are not blank, without trailing white space."""
+        empty = True
+        with _told(self.path):
+            for document in self._raw_documents():
+                if document := document.rstrip():
+                    empty = False
+                    yield document
+        if empty:
+            raise DataError(f"{self.path} holds no text")
+
+    def _raw_documents(self) -> Iterator[str]:
+        if _stamp(self.path) != self.stamp:
+            raise DataError(f"{self.path} has changed since the corpus was opened; start again")
+        if self.kind == ".parquet":
+            yield from self._rows()
+        else:
+            for number, line in self._lines():
+                yield line if self.kind == ".txt" else self._text_of_line(line, number)
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        with self._open() as stream:
+            for number, raw in enumerate(stream, 1):
+                try:
+                    yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    byte = f"byte {error.start + 1} (0x{raw[error.start]:02x})"
+                    raise DataError(f"{self.path}, line {number}: {byte} is not UTF-8") from None
+
+    def _text_of_line(self, line: str, number: int) -> str:
+        if not line.strip():
+            return ""
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise DataError(f"{self.path}, line {number}: not JSON ({error})") from None
+        if not isinstance(record, dict):
+            kind = type(record).__name__
+            raise DataError(f"{self.path}, line {number}: a record is a JSON object, this is a {kind}")
+        return text_of(record, self.text_field, f"{self.path}, line {number}")
+
+    def _rows(self) -> Iterator[str]:
+        pyarrow = needed("pyarrow", "reading .parquet")
+        parquet = importlib.import_module("pyarrow.parquet")
+        try:
+            with self._seekable() as stream, parquet.ParquetFile(stream) as table:
+                self._check_column(table.schema_arrow.names)
+                batches = table.iter_batches(batch_size=1024, columns=[self.text_field])
+                records = (record for batch in batches for record in batch.to_pylist())
+                for number, record in enumerate(records, 1):
+                    yield text_of(record, self.text_field, f"{self.path}, row {number}")
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+            raise DataError(f"{self.path} is damaged or not .parquet: {first_line(error)}") from None
+
+    def _check_column(self, names: list[str]) -> None:
+        if self.text_field not in names:
+            raise _no_field(self.text_field, names, str(self.path))
+
+    def _open(self) -> io.BufferedIOBase:
+        if self.compression == ".gz":
+            return gzip.open(self.path, "rb")
+        if self.compression == ".zst":
+            return io.BufferedReader(_ZstdReader(self.path.open("rb")), CHUNK)
+        return self.path.open("rb")
+
+    def _seekable(self) -> Any:
+        """Parquet is read from its end: a compressed one is first unpacked, on disk, not in memory."""
+        if not self.compression:
+            return self._open()
+        unpacked = tempfile.TemporaryFile()  # noqa: SIM115, the caller closes it
+        with self._open() as stream:
+            shutil.copyfileobj(stream, unpacked, CHUNK)
+        unpacked.seek(0)
+        return unpacked
+
+
+def find_files(pattern: str, text_field: str) -> list[TextFile]:
+    """The files a path or glob names, in the order of their names."""
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        raise DataError(f"{pattern} is a folder; name its files, for instance '{pattern}/*.txt'")
+    if path.exists():
+        return [_text_file(path, text_field)]
+    if not glob.has_magic(pattern):
+        raise DataError(f"no such file: {pattern}; a source is builtin, a file or glob, or hf:DATASET[:CONFIG]")
+    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207, Path.glob takes no absolute pattern
+    found = [match for match in map(Path, names) if match.is_file()]
+    if not found:
+        raise DataError(f"no file matches {pattern}")
+    return [_text_file(match, text_field) for match in found]
+
+
+def text_of(record: dict[str, Any], field: str, place: str) -> str:
+    """The text of a record; null is empty, and anything that is not text is an error that names the place."""
+    if field not in record:
+        raise _no_field(field, list(record), place)
+    text = record[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise DataError(f"{place}: the field {field!r} holds a {type(text).__name__}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: character {error.start + 1} is half of a surrogate pair, not text") from None
+    return text
+
+
+def needed(module: str, why: str) -> Any:
+    """An optional module, or the sentence that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UnsupportedError(f"{why} needs {module}; run: pip install 'loopscope[hf]'") from None
+
+
+def first_line(error: BaseException) -> str:
+    """An error of another library as the first line of its message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompressed bytes of a .zst file; unlike zstandard's own reader it notices a file that ends too soon."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._zstandard = needed("zstandard", "reading .zst")
+        self._frame: Any = None
+        self._waiting = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._waiting:
+            chunk = self._file.read(CHUNK)
+            if not chunk:
+                return self._end()
+            self._waiting = memoryview(self._decompressed(chunk))
+        count = min(len(buffer), len(self._waiting))
+        buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _decompressed(self, chunk: bytes) -> bytes:
+        parts = []
+        while chunk:
+            if self._frame is None:
+                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+            try:
+                parts.append(self._frame.decompress(chunk))
+            except self._zstandard.ZstdError as error:
+                raise EOFError(first_line(error)) from None
+            chunk = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        return b"".join(parts)
+
+    def _end(self) -> int:
+        if self._frame is not None:
+            raise EOFError("the compressed data ends too soon")
+        return 0
+
+
+def _text_file(path: Path, text_field: str) -> TextFile:
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    kind = path.with_suffix("").suffix if compression else path.suffix
+    if kind not in KINDS:
+        raise DataError(f"{path}: only {', '.join(KINDS)} can be read, each also with .gz or .zst added")
+    if compression == ".zst":
+        needed("zstandard", "reading .zst")
+    with _told(path):
+        stamp = _stamp(path)
+        if not stamp[0]:
+            raise DataError(f"{path} is empty")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return TextFile(path, kind, compression, text_field, digest, stamp)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _no_field(field: str, names: list[str], place: str) -> DataError:
+    found = ", ".join(map(repr, names)) or "no fields"
+    return DataError(f"{place}: no field {field!r}; it has {found} (flag --text-field)")
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What can go wrong while a file is read, as one sentence that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(f"{path} is no longer there") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is damaged: {first_line(error)}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or first_line(error)}") from None

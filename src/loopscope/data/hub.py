@@ -1,0 +1,83 @@
+"""Datasets of the Hugging Face Hub, or local folders in its layout, through the `datasets` library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loopscope.data.files import first_line, needed, text_of
+from loopscope.errors import DataError
+from loopscope.machine import Choice
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """One configuration of a dataset, opened."""
+
+    name: str
+    """hf:NAME[:CONFIG]"""
+    text_field: str
+    splits: dict[str, Any]
+    """Its own split names → datasets.Dataset or IterableDataset."""
+    sha256: str
+    """Of its name, its files and their revision, not of their bytes: a stream is not read to be named."""
+    streaming: Choice
+
+    def documents(self, split: str) -> Iterator[str]:
+        """The documents of a split that are not blank, without trailing white space."""
+        for number, record in enumerate(self._records(split), 1):
+            document = text_of(record, self.text_field, f"{self.name}, {split} record {number}").rstrip()
+            if document:
+                yield document
+
+    def _records(self, split: str) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self.splits[split]
+        except Exception as error:  # whatever the library, its file formats or the network raise
+            raise DataError(f"{self.name}, {split} cannot be read: {first_line(error)}") from error
+
+
+def open_dataset(name: str, text_field: str) -> HubDataset:
+    """`hf:NAME[:CONFIG]`, downloaded once when it fits on the disk, else streamed."""
+    datasets = needed("datasets", f"reading {name}")
+    path, _, config = name.removeprefix("hf:").partition(":")
+    try:
+        builder = datasets.load_dataset_builder(path, config or None)
+        streaming = choose_streaming(builder)
+        splits = _opened(builder, streaming=bool(streaming.value))
+    except Exception as error:  # not found, no such configuration, no network: the library's own words say which
+        raise DataError(f"{name} cannot be opened: {first_line(error)}") from error
+    return HubDataset(name, text_field, dict(splits), _fingerprint(builder, path, text_field), streaming)
+
+
+def choose_streaming(builder: Any) -> Choice:
+    """Stream what is not on this disk and would take more than half of what is free there."""
+    cache = Path(builder.cache_dir)
+    if cache.is_dir():
+        return Choice("streaming", False, f"already prepared in {cache}")
+    sizes = builder.info.download_size, builder.info.dataset_size
+    if None in sizes:
+        return Choice("streaming", True, "the dataset does not say how large it is")
+    existing = next(folder for folder in cache.parents if folder.is_dir())
+    size, free = sum(sizes), shutil.disk_usage(existing).free
+    space = f"needs {size / 1e9:.1f} GB of {free / 1e9:.1f} GB free"
+    return Choice("streaming", 2 * size > free, space)
+
+
+def _opened(builder: Any, *, streaming: bool) -> Any:
+    if streaming:
+        return builder.as_streaming_dataset()
+    builder.download_and_prepare()
+    return builder.as_dataset()
+
+
+def _fingerprint(builder: Any, path: str, text_field: str) -> str:
+    files = builder.config.data_files or {}
+    revision = {str(split): [list(map(str, found)), found.origin_metadata] for split, found in files.items()}
+    parts = [path, builder.config.name, str(builder.hash), text_field, revision]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

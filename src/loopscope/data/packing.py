@@ -1,0 +1,327 @@
+"""Packing: the tokens of a split, written once into memory-mapped shards and found again by what they depend on.
+
+A packed split is a folder named by the hash of its corpus, split, tokenizer and this format: complete or absent. It
+also knows how many bytes of text any run of its tokens stands for, so that bits per byte is exact.
+
+Shape legend: N tokens, V vocabulary, E exceptions.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loopscope.data.corpora import Corpus, Split, joined
+from loopscope.data.tokenizers import Tokenizer
+from loopscope.errors import DataError
+
+SCHEMA_VERSION = 1
+SHARD_TOKENS = 1 << 27
+"""Tokens of a full shard."""
+BATCH_CHARACTERS = 1 << 20
+"""Characters tokenized at once; the library uses all cores on such a batch."""
+READ_TOKENS = 1 << 20
+"""Tokens read at once when bytes are counted."""
+MANIFEST_FILE = "manifest.json"
+EXCEPTION = np.dtype("<i8")
+
+OnProgress = Callable[[int, int], None]
+"""Called after each document with the documents and tokens packed so far."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """The tokens of a split on disk. `len` and slices work as on an array; a slice is read when it is asked for."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the split."""
+        return int(self.manifest["documents"])
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the joined text."""
+        return int(self.manifest["bytes"])
+
+    def __len__(self) -> int:
+        return int(self.manifest["tokens"])
+
+    def __getitem__(self, key: slice) -> np.ndarray:
+        start, stop, step = key.indices(len(self))
+        assert step == 1, "packed tokens are read in runs"
+        first, last = np.searchsorted(self._starts, (start, stop - 1), side="right") - 1
+        shards = zip(self._shards[first : last + 1], self._starts[first : last + 1], strict=True)
+        parts = [shard[max(start - begin, 0) : max(stop - begin, 0)] for shard, begin in shards]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.manifest["dtype"])
+
+    def bytes_between(self, start: int, stop: int) -> int:
+        """UTF-8 bytes of the text behind tokens start … stop − 1."""
+        total = 0
+        for first in range(start, stop, READ_TOKENS):
+            total += int(self._bytes_V[self[first : min(first + READ_TOKENS, stop)]].sum())
+        first, last = np.searchsorted(self._exceptions_E2[:, 0], (start, stop))
+        return total + int(self._exceptions_E2[first:last, 1].sum())
+
+    @cached_property
+    def _shards(self) -> list[np.ndarray]:
+        dtype = np.dtype(self.manifest["dtype"])
+        return [_mapped(self.folder / shard["file"], dtype) for shard in self.manifest["shards"]]
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.cumsum([0, *(shard["tokens"] for shard in self.manifest["shards"][:-1])])
+
+    @cached_property
+    def _bytes_V(self) -> np.ndarray:
+        return _mapped(self.folder / self.manifest["token_bytes"]["file"], EXCEPTION)
+
+    @cached_property
+    def _exceptions_E2(self) -> np.ndarray:
+        return _mapped(self.folder / self.manifest["byte_exceptions"]["file"], EXCEPTION).reshape(-1, 2)
+
+
+def pack(
+    corpus: Corpus,
+    split: Split,
+    tokenizer: Tokenizer,
+    *,
+    cache: Path | None = None,
+    on_progress: OnProgress = lambda *_: None,
+) -> PackedTokens:
+    """The tokens of a split, from the cache where they are there and intact, else packed now.
+
+    Of several processes that ask at once one packs and the others wait for it.
+    """
+    root = cache_folder(cache) / "tokens"
+    folder = root / _key(corpus, split, tokenizer)
+    with _told(root):
+        root.mkdir(parents=True, exist_ok=True)
+        packed = _intact(folder)
+        if packed is None:
+            with _locked(folder.with_suffix(".lock")):
+                packed = _intact(folder) or _build(folder, corpus, split, tokenizer, on_progress)
+    return packed
+
+
+def cache_folder(cache: Path | None = None) -> Path:
+    """The folder given, else LOOPSCOPE_CACHE, else ~/.cache/loopscope."""
+    chosen = cache or os.environ.get("LOOPSCOPE_CACHE") or "~/.cache/loopscope"
+    return Path(chosen).expanduser()
+
+
+def _key(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> str:
+    parts = [SCHEMA_VERSION, corpus.sha256, split, tokenizer.fingerprint]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _intact(folder: Path) -> PackedTokens | None:
+    """The packed tokens in a folder; None when there are none, or when a file is not as its checksum says."""
+    try:
+        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        files = [*manifest["shards"], manifest["token_bytes"], manifest["byte_exceptions"]]
+        intact = all(_digest(folder / entry["file"]) == entry["sha256"] for entry in files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return PackedTokens(folder, manifest) if intact else None
+
+
+def _build(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_progress: OnProgress) -> PackedTokens:
+    """Pack into a folder beside, then rename it: whatever happens in between leaves nothing at `folder`."""
+    if folder.exists():
+        _log.warning("the packed tokens in %s are damaged; packing them again", folder)
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir()
+    try:
+        manifest = _write(partial, corpus, split, tokenizer, on_progress)
+        _sync(partial)
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would not be packed again
+        partial.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return PackedTokens(folder, manifest)
+
+
+def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_progress: OnProgress) -> dict[str, Any]:
+    with _Writer(folder, tokenizer.vocab_size) as writer:
+        for texts in _batches(joined(corpus.documents[split])):
+            for ids_N, bytes_N in tokenizer.encode_counted(texts):
+                writer.add(ids_N, bytes_N)
+                on_progress(writer.documents, writer.tokens)
+    if not writer.tokens:
+        remedy = "; name some with --valid" if split == "valid" else ""
+        raise DataError(f"{corpus.name} has no documents in its {split} split{remedy}")
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "corpus": corpus.name,
+        "corpus_sha256": corpus.sha256,
+        "split": split,
+        "tokenizer": tokenizer.kind,
+        "tokenizer_sha256": tokenizer.fingerprint,
+        **writer.manifest(),
+    }
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(manifest, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return manifest
+
+
+class _Writer:
+    """Writes shards, the bytes of each token of the vocabulary, and the places where a token stood for other bytes.
+
+    Most tokens stand for the same bytes wherever they occur: what the first occurrence had goes into a table, and only
+    occurrences that differ from it (unknown words, mostly) are written one by one.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.documents = self.tokens = self.bytes = 0
+        self._folder = folder
+        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._bytes_V = np.full(vocab_size, -1, dtype=EXCEPTION)
+        self._exceptions = _HashedFile(folder / "byte-exceptions.bin")
+        self._shards: list[_HashedFile] = []
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self._exceptions, *self._shards[-1:]):
+            file.close()
+
+    def add(self, ids_N: np.ndarray, bytes_N: np.ndarray) -> None:
+        """Append one document."""
+        self._add_bytes(ids_N, bytes_N)
+        self.documents += 1
+        self.bytes += int(bytes_N.sum())
+        while len(ids_N):
+            room = SHARD_TOKENS - self.tokens % SHARD_TOKENS
+            if room == SHARD_TOKENS:
+                self._next_shard()
+            self._shards[-1].write(ids_N[:room].astype(self._dtype))
+            self.tokens += len(ids_N[:room])
+            ids_N = ids_N[room:]
+
+    def manifest(self) -> dict[str, Any]:
+        """What was written; to be asked once the writer is closed."""
+        table = _HashedFile(self._folder / "token-bytes.bin")
+        table.write(np.maximum(self._bytes_V, 0))
+        table.close()
+        shards = [{**shard.entry(), "tokens": shard.size // self._dtype.itemsize} for shard in self._shards]
+        return {
+            "dtype": self._dtype.str,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "shards": shards,
+            "token_bytes": table.entry(),
+            "byte_exceptions": self._exceptions.entry(),
+        }
+
+    def _add_bytes(self, ids_N: np.ndarray, bytes_N: np.ndarray) -> None:
+        new_N = self._bytes_V[ids_N] < 0
+        self._bytes_V[ids_N[new_N]] = bytes_N[new_N]
+        excess_N = bytes_N - self._bytes_V[ids_N]
+        where_E = np.flatnonzero(excess_N)
+        self._exceptions.write(np.stack([self.tokens + where_E, excess_N[where_E]], axis=1).astype(EXCEPTION))
+
+    def _next_shard(self) -> None:
+        if self._shards:
+            self._shards[-1].close()
+        self._shards.append(_HashedFile(self._folder / f"tokens-{len(self._shards):05d}.bin"))
+
+
+class _HashedFile:
+    """A file that is hashed while it is written and on disk once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.size = 0
+        self._path = path
+        self._file = path.open("wb")
+        self._hash = hashlib.sha256()
+
+    def write(self, array: np.ndarray) -> None:
+        data = array.tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    def close(self) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def entry(self) -> dict[str, Any]:
+        """Its line in the manifest."""
+        return {"file": self._path.name, "sha256": self._hash.hexdigest()}
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The file as an array; an empty file cannot be mapped."""
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """A rename is on disk once its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process holds the lock; a dead process does not hold it."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _told(root: Path) -> Iterator[None]:
+    """What can go wrong with the cache, as one sentence that names it."""
+    try:
+        yield
+    except OSError as error:
+        other = "set LOOPSCOPE_CACHE to a folder elsewhere"
+        if error.errno == errno.ENOSPC:
+            raise DataError(f"no space left for packed tokens in {root}; free some, or {other}") from None
+        raise DataError(f"cannot keep packed tokens in {root}: {error.strerror or error}; {other}") from None

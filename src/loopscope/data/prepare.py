@@ -1,0 +1,75 @@
+"""From a configuration to tokens: corpus, tokenizer, packed splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loopscope.config import Config, DataConfig
+from loopscope.data.corpora import Corpus, Split, open_corpus
+from loopscope.data.packing import PackedTokens, pack
+from loopscope.data.tokenizers import MANIFEST_FILE, Tokenizer, check_vocabulary, fit_tokenizer, load_tokenizer
+
+Say = Callable[[str], None]
+REPORT_EVERY = 10_000
+"""Documents between two lines of progress while packing."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A corpus in the tokens of its run."""
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    train: PackedTokens
+    valid: PackedTokens
+
+    def manifest(self) -> dict[str, Any]:
+        """What a run's manifest keeps of its data."""
+        return {
+            "corpus": self.corpus.name,
+            "corpus_sha256": self.corpus.sha256,
+            "tokenizer": self.tokenizer.kind,
+            "tokenizer_sha256": self.tokenizer.fingerprint,
+            "tokens": {"train": len(self.train), "valid": len(self.valid)},
+            "bytes": {"train": self.train.num_bytes, "valid": self.valid.num_bytes},
+        }
+
+
+def prepare(config: Config, tokenizer_folder: Path, say: Say) -> Prepared:
+    """Open the corpus, load the run's tokenizer or fit it on the training split, and pack both splits."""
+    corpus = open_corpus(config.data)
+    tokenizer = _tokenizer(config, corpus, tokenizer_folder, say)
+    train, valid = (pack_split(corpus, split, tokenizer, say) for split in ("train", "valid"))
+    return Prepared(corpus, tokenizer, train, valid)
+
+
+def pack_split(corpus: Corpus, split: Split, tokenizer: Tokenizer, say: Say) -> PackedTokens:
+    """The packed tokens of a split, telling about progress where it takes long."""
+
+    def on_progress(documents: int, tokens: int) -> None:
+        if documents % REPORT_EVERY == 0:
+            say(f"packing {split}: {documents:,} documents, {tokens:,} tokens")
+
+    return pack(corpus, split, tokenizer, on_progress=on_progress)
+
+
+def evaluation_tokens(sources: tuple[str, ...], text_field: str, tokenizer: Tokenizer, say: Say) -> PackedTokens:
+    """Other text, all of it, in a run's tokens."""
+    corpus = open_corpus(DataConfig(data=sources, valid=sources, text_field=text_field))
+    return pack_split(corpus, "valid", tokenizer, say)
+
+
+def _tokenizer(config: Config, corpus: Corpus, folder: Path, say: Say) -> Tokenizer:
+    vocab_size = config.model.vocab_size
+    if (folder / MANIFEST_FILE).exists():
+        tokenizer = load_tokenizer(folder)
+        check_vocabulary(tokenizer, vocab_size)
+        return tokenizer
+    if config.data.tokenizer in ("bpe", "word"):
+        say(f"training the {config.data.tokenizer} tokenizer on the training split")
+    tokenizer = fit_tokenizer(config.data.tokenizer, corpus.documents["train"], vocab_size)
+    tokenizer.save(folder)
+    return tokenizer

@@ -1,0 +1,166 @@
+"""The order of training data, as a pure function of the step, and evaluation that covers every token once.
+
+The whole state of the loader is the step: no shuffled list, no generator to save. Window i of epoch e is at a place
+given by a permutation of (seed, e, i) that is computed for the rows asked for.
+
+Shape legend: B batch, T tokens of a sequence, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loopscope.data.packing import PackedTokens, cache_folder, pack
+from loopscope.errors import ConfigError, DataError
+
+__all__ = [
+    "IGNORE_INDEX",
+    "PackedTokens",
+    "Tokens",
+    "TrainingStream",
+    "cache_folder",
+    "covered_bytes",
+    "evaluation_batches",
+    "pack",
+    "permuted",
+]
+
+IGNORE_INDEX = -100
+"""Target of a padded position; cross-entropy leaves it out."""
+ROUNDS = 8
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+
+
+class Tokens(Protocol):
+    """Token ids that can be sliced: packed ones, or a NumPy array."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: slice, /) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class TrainingStream:
+    """Batches of training windows; every window exactly once per epoch, in an order of its own each epoch.
+
+    Batches run on across the end of an epoch. The order depends on the seed and on nothing else.
+    """
+
+    tokens: Tokens
+    length: int
+    """Tokens T of a sequence; its targets are one token on."""
+    stride: int
+    """Tokens between the starts of windows."""
+    batch_size: int
+    """Sequences of a step, over all ranks and micro-batches."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.windows < 1:
+            count = len(self.tokens)
+            raise DataError(f"the training text has {count} tokens; one sequence needs {self.length + 1}")
+
+    @property
+    def windows(self) -> int:
+        """Windows of an epoch: those that start at a multiple of the stride and have all their targets."""
+        return max(0, (len(self.tokens) - 1 - self.length) // self.stride + 1)
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, that the first sequence of a step (from 0) belongs to."""
+        return step * self.batch_size // self.windows
+
+    def batch(
+        self, step: int, rank: int = 0, world_size: int = 1, micro: int = 0, accumulate: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """(ids_BT, targets_BT) of one rank's micro-batch of a step, counted from 0.
+
+        Ranks, and within them micro-batches, take consecutive rows: put together they are the batch of one process.
+        """
+        parts = world_size * accumulate
+        if self.batch_size % parts:
+            why = f"must be a multiple of {world_size} processes × {accumulate} micro-batches"
+            raise ConfigError.of("batch", self.batch_size, why)
+        rows = self.batch_size // parts
+        first = step * self.batch_size + (rank * accumulate + micro) * rows
+        return _as_batch([self.tokens[start : start + self.length + 1] for start in self._starts(first, rows)])
+
+    def _starts(self, first: int, rows: int) -> list[int]:
+        positions_R = first + np.arange(rows)
+        epochs_R, index_R = np.divmod(positions_R, self.windows)
+        windows_R = permuted(index_R, self.windows, self.seed, epochs_R)
+        return [int(window) * self.stride for window in windows_R]
+
+
+def permuted(index_R: np.ndarray, size: int, seed: int, epochs_R: np.ndarray) -> np.ndarray:
+    """Where a permutation of 0 … size − 1, one for each (seed, epoch), puts each index.
+
+    A Feistel network permutes the smallest even power of two that holds `size`; what falls outside goes through it
+    again until it is inside ("cycle walking"), which keeps it one-to-one.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    seed_key = _mixed(np.array([seed & _WORD], dtype=np.uint64) + _GOLDEN)
+    keys_R = _mixed(seed_key ^ epochs_R.astype(np.uint64))
+    value_R = _feistel(index_R.astype(np.uint64), keys_R, half)
+    while (outside_R := value_R >= size).any():
+        value_R[outside_R] = _feistel(value_R[outside_R], keys_R[outside_R], half)
+    return value_R.astype(np.int64)
+
+
+def evaluation_batches(
+    tokens: Tokens, length: int, batch_size: int, max_tokens: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(ids_BT, targets_BT) in which each token but the first is a target exactly once, up to `max_tokens` targets.
+
+    Windows do not overlap. The last one is filled up with id 0 and target IGNORE_INDEX.
+    """
+    count = _num_targets(tokens, max_tokens)
+    for first in range(0, count, length * batch_size):
+        starts = range(first, min(first + length * batch_size, count), length)
+        rows = [tokens[start : min(start + length, count) + 1] for start in starts]
+        ids_BT = np.stack([_filled(row[:-1], length, 0) for row in rows])
+        targets_BT = np.stack([_filled(row[1:], length, IGNORE_INDEX) for row in rows])
+        yield torch.from_numpy(ids_BT), torch.from_numpy(targets_BT)
+
+
+def covered_bytes(tokens: PackedTokens, max_tokens: int | None = None) -> int:
+    """UTF-8 bytes of text behind the targets of `evaluation_batches`: bits per byte = total nats / ln 2 / this."""
+    return tokens.bytes_between(1, 1 + _num_targets(tokens, max_tokens))
+
+
+def _num_targets(tokens: Tokens, max_tokens: int | None) -> int:
+    count = len(tokens) - 1
+    if count < 1:
+        raise DataError(f"the evaluation text has {len(tokens)} tokens; it needs at least 2")
+    return count if max_tokens is None else min(count, max_tokens)
+
+
+def _as_batch(rows: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+    windows = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def _filled(row: np.ndarray, length: int, filler: int) -> np.ndarray:
+    return np.pad(row.astype(np.int64), (0, length - len(row)), constant_values=filler)
+
+
+def _feistel(value_R: np.ndarray, keys_R: np.ndarray, half: int) -> np.ndarray:
+    """A permutation of the numbers of 2 × half bits: each round mixes one half into the other."""
+    mask = (1 << half) - 1
+    left_R, right_R = value_R >> half, value_R & mask
+    for number in range(1, ROUNDS + 1):
+        round_R = _mixed(right_R + keys_R + (number * _GOLDEN & _WORD)) & mask
+        left_R, right_R = right_R, left_R ^ round_R
+    return left_R << half | right_R
+
+
+def _mixed(value_R: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64: every bit of the input changes about half of the bits of the output."""
+    value_R = (value_R ^ (value_R >> 30)) * 0xBF58476D1CE4E5B9
+    value_R = (value_R ^ (value_R >> 27)) * 0x94D049BB133111EB
+    return value_R ^ (value_R >> 31)

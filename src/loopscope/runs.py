@@ -1,0 +1,153 @@
+"""The run folder: configuration, manifest, metrics, checkpoints, and a lock. No torch here: reports read it too.
+
+config.yaml        the resolved configuration
+manifest.json      versions, git state, seed, hardware, automatic choices with reasons, data hash
+metrics.jsonl      one JSON object per logged step, evaluation or event
+checkpoints/       step-N/, complete or absent
+.lock              held by the training process; a dead process does not hold it
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from loopscope.config import Config, config_to_yaml, load_config
+from loopscope.errors import RunError
+
+SCHEMA_VERSION = 1
+
+
+class RunFolder:
+    """One training run on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object per line."""
+        return self.path / "metrics.jsonl"
+
+    def config(self) -> Config:
+        """The configuration the run was started with."""
+        if not self.config_path.is_file():
+            raise RunError(f"{self.path} is not a run folder: it has no config.yaml")
+        return load_config(self.config_path)
+
+    def create(self, config: Config) -> None:
+        """Make the folder and write the configuration."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config_path, config_to_yaml(config))
+
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
+        """Write manifest.json."""
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **manifest}, indent=2, ensure_ascii=False)
+        write_atomically(self.path / "manifest.json", text + "\n")
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one line to metrics.jsonl."""
+        with self.metrics_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All rows; a last line torn by a kill is left out."""
+        rows = []
+        for line in self.metrics_path.read_text("utf-8").splitlines() if self.metrics_path.exists() else []:
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return rows
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop rows of steps that a resume is going to repeat."""
+        kept = [row for row in self.read_metrics() if row.get("step", 0) <= step]
+        write_atomically(self.metrics_path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run's lock, or refuse. The kernel drops the lock of a process that dies."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise RunError(f"{self.path} is in use by {holder}; wait for it, or choose another --out") from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()}")
+            file.flush()
+            yield
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def folder_written_whole(path: Path, tag: str | None = None) -> Iterator[Path]:
+    """A temporary folder beside `path` that becomes `path` when the block ends well, and vanishes when it does not."""
+    beside = path.with_name(f".{path.name}.{tag or os.getpid()}")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        for file in sorted(beside.iterdir()):
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        sync_folder(beside)
+        if path.exists():
+            shutil.rmtree(path)
+        beside.rename(path)
+        sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether there are changes, or None where there is no repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

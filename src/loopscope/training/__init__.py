@@ -1,0 +1,1 @@
+"""Training that can be trusted: optimiser, checkpoints, guards, many processes, and what it will cost."""

@@ -1,0 +1,230 @@
+"""Checkpoints: safetensors and JSON, complete or absent, checked before they are trusted.
+
+    step-00000250/
+      model.safetensors       parameters and buffers                     (or, of a sharded run, shard-*.safetensors
+      optimizer.safetensors   optimiser state, by parameter name          with both, written by all ranks)
+      state.json              step, guards, monitor; everything that is not a tensor
+      checksums.json          SHA-256 of the files above
+
+Data order, dropout and sampled depth are functions of (seed, step), so they need no state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from loopscope.errors import RunError
+from loopscope.runs import folder_written_whole
+from loopscope.training.distributed import Ranks
+from loopscope.training.optim import Optimizers
+
+FORMAT = 1
+MODEL, OPTIMIZER = "model/", "optimizer/"
+"""Prefixes of the two kinds of tensors in a sharded checkpoint."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder whose checksums were right."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps that had been made."""
+        return int(self.state["step"])
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers, whole, whatever the number of ranks that wrote them."""
+        if not self.state["sharded"]:
+            return load_file(self.path / "model.safetensors")
+        reader = HuggingFaceStorageReader(str(self.path))
+        sizes = reader.read_metadata().state_dict_metadata
+        whole = {name: _empty(meta) for name, meta in sizes.items() if name.startswith(MODEL)}
+        load_shards(whole, storage_reader=reader, no_dist=True)
+        return {name.removeprefix(MODEL): tensor for name, tensor in whole.items()}
+
+    def restore_tensors(self, model: nn.Module, optimizers: Optimizers) -> None:
+        """Put parameters, buffers and optimiser state into a model that may be sharded over any number of ranks."""
+        if not self.state["sharded"]:
+            load_model_tensors(model, self.model_tensors(), self.path)
+            load_optimizer_tensors(model, optimizers, load_file(self.path / "optimizer.safetensors"))
+            return
+        reader = HuggingFaceStorageReader(str(self.path))
+        parameters = dict(model.named_parameters())
+        slots = {
+            name: _like_its_parameter(parameters, name, meta)
+            for name, meta in reader.read_metadata().state_dict_metadata.items()
+            if name.startswith(OPTIMIZER)
+        }
+        own = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
+        load_shards({**own, **slots}, storage_reader=reader, no_dist=not dist.is_initialized())
+        load_optimizer_tensors(model, optimizers, {n.removeprefix(OPTIMIZER): t for n, t in slots.items()})
+
+
+def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> Path:
+    """Write step-N beside its place and rename it there."""
+    path = folder / f"step-{state['step']:08d}"
+    with folder_written_whole(path) as beside:
+        save_file(model_tensors(model), beside / "model.safetensors")
+        save_file(optimizer_tensors(model, optimizers), beside / "optimizer.safetensors")
+        _write_state(beside, {**state, "sharded": False})
+    return path
+
+
+def save_sharded(folder: Path, model: nn.Module, optimizers: Optimizers, state: dict[str, Any], ranks: Ranks) -> None:
+    """Every rank writes its own shards into one folder beside; the first rank completes and renames it."""
+    path = folder / f"step-{state['step']:08d}"
+    tensors = {
+        **{MODEL + name: tensor for name, tensor in model_tensors(model).items()},
+        **{OPTIMIZER + name: tensor for name, tensor in optimizer_tensors(model, optimizers).items()},
+    }
+
+    def write(beside: Path) -> None:
+        ranks.barrier()
+        writer = HuggingFaceStorageWriter(str(beside), save_distributed=True)
+        save_shards(tensors, storage_writer=writer)
+        ranks.barrier()
+
+    if not ranks.is_first:
+        write(path.with_name(f".{path.name}.shared"))
+        return
+    with folder_written_whole(path, tag="shared") as beside:
+        write(beside)
+        _write_state(beside, {**state, "sharded": True})
+
+
+def load(path: Path) -> Checkpoint:
+    """Open a checkpoint after checking it; anything wrong is a RunError that names the file."""
+    try:
+        sums = json.loads((path / "checksums.json").read_text())
+        for name, expected in sums.items():
+            if _sha256(path / name) != expected:
+                raise RunError(f"checkpoint {path} is damaged: {name} does not match its checksum")
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+        raise RunError(f"checkpoint {path} cannot be read: {error}") from error
+    if state.get("format") != FORMAT:
+        raise RunError(f"checkpoint {path} has format {state.get('format')}; this loopscope reads {FORMAT}")
+    return Checkpoint(path, state)
+
+
+def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is whole; damaged ones are named and passed over."""
+    for path in reversed(list_steps(folder)):
+        try:
+            return load(path)
+        except RunError as error:
+            say(f"{error}; trying the one before")
+    return None
+
+
+def list_steps(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first."""
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def prune(folder: Path, keep_last: int, best_step: int | None) -> None:
+    """Remove all but the last few checkpoints and the best one, and what killed processes left half-written."""
+    for path in list_steps(folder)[:-keep_last]:
+        if path.name != f"step-{best_step or 0:08d}":
+            shutil.rmtree(path)
+    for half in folder.glob(".step-*"):
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; a tensor shared by two modules appears once."""
+    kept = set(model.state_dict(keep_vars=True))
+    tensors = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in kept}}
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], source: object) -> None:
+    """Copy tensors into a model of exactly the same names and shapes."""
+    own = model_tensors(model)
+    wrong = [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+    if own.keys() != tensors.keys() or wrong:
+        differing = sorted([*(own.keys() ^ tensors.keys()), *wrong])
+        raise RunError(f"{source} does not fit this model; first differing tensor: {differing[0]}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(_spread_like(tensor, tensors[name]))
+
+
+def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    """Optimiser state as {parameter name/slot: tensor}."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}/{slot}": value.detach().clone().contiguous()
+        for part in optimizers.parts
+        for parameter, slots in part.state.items()
+        for slot, value in slots.items()
+    }
+
+
+def load_optimizer_tensors(model: nn.Module, optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
+    """Put the state back where `optimizer_tensors` took it from."""
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, slot = key.rsplit("/", 1)
+        by_parameter.setdefault(name, {})[slot] = tensor
+    parameters = dict(model.named_parameters())
+    for part in optimizers.parts:
+        owned = {id(parameter) for group in part.param_groups for parameter in group["params"]}
+        for name, slots in by_parameter.items():
+            if id(parameters[name]) in owned:
+                part.state[parameters[name]] = {
+                    slot: value if slot == "step" else _spread_like(parameters[name], value)
+                    for slot, value in slots.items()
+                }
+
+
+def _write_state(beside: Path, state: dict[str, Any]) -> None:
+    """state.json, then the checksums of everything that is there."""
+    (beside / "state.json").write_text(json.dumps({"format": FORMAT, **state}, indent=1))
+    sums = {file.name: _sha256(file) for file in sorted(beside.iterdir())}
+    (beside / "checksums.json").write_text(json.dumps(sums, indent=1))
+
+
+def _spread_like(model_tensor: Tensor, tensor: Tensor) -> Tensor:
+    """A whole tensor on the model tensor's device, and sharded as that one is."""
+    if isinstance(model_tensor, DTensor) and not isinstance(tensor, DTensor):
+        return distribute_tensor(tensor, model_tensor.device_mesh, model_tensor.placements)
+    return tensor.to(model_tensor.device)
+
+
+def _empty(meta: Any) -> Tensor:
+    return torch.empty(meta.size, dtype=meta.properties.dtype)
+
+
+def _like_its_parameter(parameters: dict[str, nn.Parameter], name: str, meta: Any) -> Tensor:
+    """Room for an optimiser slot: spread like its parameter when of the same shape, else whole."""
+    parameter = parameters[name.removeprefix(OPTIMIZER).rsplit("/", 1)[0]]
+    if tuple(meta.size) == tuple(parameter.shape):
+        return torch.zeros_like(parameter, requires_grad=False)
+    return _empty(meta)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

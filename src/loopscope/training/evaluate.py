@@ -1,0 +1,72 @@
+"""Evaluation at every depth: cross-entropy, perplexity, bits per byte and norm after each loop, each token once.
+
+Shape legend: B batch, T tokens, N = B·T, K loops, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loopscope.errors import DataError
+from loopscope.objectives.cross_entropy import IGNORE_INDEX, multi_readout_cross_entropy
+from loopscope.protocol import LoopedModel, run_loops
+
+
+@dataclass(frozen=True)
+class BatchScores:
+    """Sums over the tokens of one batch whose target counts."""
+
+    ce_K: Tensor
+    norm_K: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True)
+class DepthScore:
+    """What exiting after loop k costs."""
+
+    k: int
+    ce: float
+    """Nats per token."""
+    norm: float
+    """Mean ‖h_k‖."""
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(CE): comparable only between models with the same tokenizer."""
+        return math.exp(min(self.ce, 700.0))
+
+    def bits_per_byte(self, num_bytes: int) -> float:
+        """Total nats in bits, over the true UTF-8 bytes of the text."""
+        return self.ce * self.tokens / math.log(2) / num_bytes
+
+
+def score_batch(model: LoopedModel, ids_BT: Tensor, targets_BT: Tensor, num_loops: int) -> BatchScores:
+    """Scores after each of `num_loops` loops of one batch."""
+    trace = run_loops(model, ids_BT, num_loops=num_loops)
+    counted_BT = targets_BT != IGNORE_INDEX
+    features = [model.features(trace.states[k], k).flatten(0, 1) for k in range(1, num_loops + 1)]
+    readouts = multi_readout_cross_entropy(torch.stack(features), model.head, targets_BT.flatten())
+    norms = [(state.h_BTD.float().norm(dim=-1) * counted_BT).sum() for state in trace.states[1:]]
+    return BatchScores(readouts.ce_KN.double().sum(-1), torch.stack(norms).double(), int(counted_BT.sum()))
+
+
+def evaluate_depths(
+    score: Callable[[Tensor, Tensor, int], BatchScores], batches: Iterable[tuple[Tensor, Tensor]], num_loops: int
+) -> list[DepthScore]:
+    """Mean scores of depths 1..num_loops over all batches."""
+    ce_K = norm_K = torch.zeros(num_loops, dtype=torch.float64)
+    tokens = 0
+    for ids_BT, targets_BT in batches:
+        scores = score(ids_BT, targets_BT, num_loops)
+        ce_K, norm_K, tokens = ce_K + scores.ce_K.cpu(), norm_K + scores.norm_K.cpu(), tokens + scores.tokens
+    if tokens == 0:
+        raise DataError("there is no text to evaluate on")
+    rows = zip((ce_K / tokens).tolist(), (norm_K / tokens).tolist(), strict=True)
+    return [DepthScore(k, ce, norm, tokens) for k, (ce, norm) in enumerate(rows, start=1)]

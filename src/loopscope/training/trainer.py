@@ -1,0 +1,356 @@
+"""The trainer: one step at a time, each a function of (weights, optimiser state, seed, step).
+
+Data order, dropout masks and sampled depth are drawn from (seed, step), so a run that was killed and resumed makes the
+same steps as one that was not, bit for bit on a CPU with equal threads.
+
+Shape legend: B batch, T tokens, K loops.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from loopscope.audit.monitor import Observation, ScaleMonitor, radial_gradient_shares
+from loopscope.config import Config
+from loopscope.errors import RunError
+from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.model.readouts import Taper
+from loopscope.objectives.placement import Objective, sample_depth
+from loopscope.runs import RunFolder
+from loopscope.training import checkpoint
+from loopscope.training.distributed import Ranks, spread
+from loopscope.training.evaluate import DepthScore, evaluate_depths, score_batch
+from loopscope.training.guard import StepGuard, Verdict
+from loopscope.training.optim import Optimizers, clip_gradients, learning_rate
+
+PENALTY = 0.01
+"""The paper's norm penalty, which --on-blind-spot penalize turns on."""
+
+Outcome = Literal["finished", "interrupted", "stopped"]
+Batch = tuple[Tensor, Tensor]
+
+
+class Stream(Protocol):
+    """Training batches as a function of the step."""
+
+    def batch(self, step: int, *, rank: int, world_size: int, micro: int, accumulate: int) -> Batch:
+        """(ids_BT, targets_BT) of one micro-batch of one rank."""
+        ...
+
+
+class TrainingStep(nn.Module):
+    """The root module: everything that touches parameters happens in its forward, where DDP and FSDP see it."""
+
+    def __init__(self, model: LoopedLM, objective: Objective) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(
+        self, ids_BT: Tensor, targets_BT: Tensor, num_loops: int, mode: Literal["train", "watch", "evaluate"]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Loss, and what a log wants to know: more of it in watch mode; scores of every depth in evaluate mode."""
+        if mode == "evaluate":
+            scores = score_batch(self.model, ids_BT, targets_BT, num_loops)
+            return scores.ce_K.mean(), {"scores": scores}
+        result = self.objective(self.model, ids_BT, targets_BT, num_loops=num_loops)
+        seen: dict[str, Any] = {"ce": result.ce_K, "norm": result.norms_K, "loops": result.supervised}
+        seen["terms"] = result.terms
+        if mode == "watch":
+            seen["shares"] = radial_gradient_shares(self.model, result.trace, targets_BT, result.supervised)
+            seen["largest"] = max(state.h_BTD.detach().abs().max().item() for state in result.trace.states)
+        return result.loss, seen
+
+
+@dataclass
+class Progress:
+    """Where a run is; what a checkpoint keeps besides tensors, guards and monitor."""
+
+    step: int = 0
+    penalty_on: bool = False
+    best_ce: float | None = None
+    best_step: int | None = None
+
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+class Trainer:
+    """Trains one run. `listeners` get every row that goes to metrics.jsonl."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunFolder,
+        stream: Stream,
+        valid: Callable[[], Iterator[Batch]] | None,
+        *,
+        ranks: Ranks | None = None,
+        autocast: torch.dtype | None = None,
+        listeners: tuple[Listener, ...] = (),
+    ) -> None:
+        self.config, self.run_folder, self.stream, self.valid = config, run, stream, valid
+        self.ranks = ranks or Ranks()
+        self.autocast, self.listeners = autocast, listeners
+        self.model = build(config.model, seed=config.training.seed).to(self.ranks.device)
+        self.step_module = TrainingStep(self.model, self._objective(penalty_on=False))
+        idle_gate = config.model.exit_gate and config.objective.placement != "gated"
+        uneven = config.objective.depth != "fixed" or config.objective.backprop_loops is not None or idle_gate
+        self.spread = spread(
+            self.step_module,
+            self.model.recurrence.core,
+            self.ranks,
+            config.training.shard,
+            unused_parameters=uneven,
+        )
+        self.optimizers = Optimizers(self.model, config.training)
+        self.guard = StepGuard(config.training)
+        self.monitor = ScaleMonitor(torch.finfo(autocast or torch.float32).max)
+        self.progress = Progress()
+        self._signal: int | None = None
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        """Run to the last step, to a signal, or to a guard that stops; each way out leaves a checkpoint behind."""
+        training = self.config.training
+        if not checkpoint.list_steps(self.run_folder.checkpoints):
+            self.save()  # so that a rollback always has somewhere to go
+        with self._signals_caught():
+            while self.progress.step < training.steps:
+                if self.ranks.any(self._signal is not None):
+                    self.save()
+                    return "interrupted"
+                if self._advance() == "stop":
+                    return "stopped"
+                step = self.progress.step
+                if step % training.eval_every == 0 or step == training.steps:
+                    self.evaluate()
+                if step % training.save_every == 0 or step == training.steps:
+                    self.save()
+        return "finished"
+
+    def _advance(self) -> Literal["go on", "stop"]:
+        """One step under guard; after a rollback the step counter has moved back."""
+        started = time.perf_counter()
+        step = self.progress.step
+        watch = (step + 1) % self.config.training.log_every == 0 or step == 0
+        loss, seen = self._accumulate(step, watch=watch)
+        norm = clip_gradients(self.model.parameters(), self.config.training.clip).item()
+        verdict = self.guard.judge(step + 1, loss, norm)
+        if verdict.action == "apply":
+            self.optimizers.step(learning_rate(self.config.training, step) * self.guard.lr_factor)
+        self.optimizers.zero_grad()
+        if verdict.action != "apply" and (outcome := self._act_on(verdict)) is not None:
+            return outcome
+        self.progress.step += 1
+        if watch:
+            seconds = time.perf_counter() - started
+            self._log(step + 1, loss, norm, seen, seconds)
+            return self._watch(step + 1, seen)
+        return "go on"
+
+    def _accumulate(self, step: int, *, watch: bool) -> tuple[float, dict[str, Any]]:
+        """Forward and backward of all micro-batches; the loss is the mean over them and over ranks."""
+        training = self.config.training
+        depth = sample_depth(self.config.objective, self.config.model.num_loops, seed=training.seed, step=step)
+        self._move_taper(step)
+        self.step_module.train()
+        total = torch.zeros((), device=self.ranks.device)
+        seen: dict[str, Any] = {}
+        for micro in range(training.accumulate):
+            seed_step(training.seed, step, self.ranks.rank, micro)
+            ids_BT, targets_BT = self._batch(step, micro)
+            last = micro == training.accumulate - 1
+            with self._communicate_only_if(last), self._autocast():
+                mode = "watch" if watch and last else "train"
+                loss, seen = self.spread(ids_BT, targets_BT, depth, mode)
+                (loss / training.accumulate).backward()
+            total += loss.detach() / training.accumulate
+        seen["depth"] = depth
+        return self.ranks.mean(total).item(), seen
+
+    def _batch(self, step: int, micro: int) -> Batch:
+        ids_BT, targets_BT = self.stream.batch(
+            step,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            micro=micro,
+            accumulate=self.config.training.accumulate,
+        )
+        return ids_BT.to(self.ranks.device), targets_BT.to(self.ranks.device)
+
+    def _act_on(self, verdict: Verdict) -> Literal["go on", "stop"] | None:
+        """Tell what happened, and roll back or stop if that is the verdict; None means: just skip the step."""
+        self._tell(
+            {"kind": "event", "step": self.progress.step + 1, "event": verdict.action, "message": verdict.reason}
+        )
+        if verdict.action == "skip":
+            return None
+        if verdict.action == "stop":
+            return "stop"
+        found = checkpoint.newest(self.run_folder.checkpoints, lambda text: None)
+        if found is None:
+            raise RunError(f"{verdict.reason}; no whole checkpoint is left to go back to")
+        guard, penalty_on = self.guard, self.progress.penalty_on
+        self.restore(found)
+        self.guard = guard
+        self.guard.rolled_back()
+        self._set_penalty(penalty_on)
+        message = f"rolled back to step {found.step}, learning rate × {self.guard.lr_factor:g} from here on"
+        self._tell({"kind": "event", "step": found.step, "event": "rolled-back", "message": message})
+        return "go on"
+
+    def _watch(self, step: int, seen: dict[str, Any]) -> Literal["go on", "stop"]:
+        """Hand the step to the scale monitor and act on its alarm as --on-blind-spot says."""
+        controlled = bool(seen["terms"].keys() & {"norm_penalty", "scale_anchor"})
+        norm = seen["norm"][-1].item()
+        alarm = self.monitor.observe(Observation(step, norm, seen["shares"], controlled, seen["largest"]))
+        if alarm is None:
+            return "go on"
+        self._tell({"kind": "event", "step": step, "event": alarm.kind, "message": alarm.message})
+        if alarm.kind == "blind-spot" and self.config.training.on_blind_spot == "penalize":
+            self._set_penalty(True)
+            message = f"norm penalty {PENALTY} is on from step {step + 1}"
+            self._tell({"kind": "event", "step": step, "event": "penalty-on", "message": message})
+        if alarm.kind == "blind-spot" and self.config.training.on_blind_spot == "stop":
+            self.save()
+            return "stop"
+        return "go on"
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> list[DepthScore]:
+        """CE and norm at every trained depth on validation text; remembers the best full depth."""
+        if self.valid is None:
+            return []
+        self.step_module.eval()
+        with torch.no_grad(), self._autocast():
+            scores = evaluate_depths(self._score, self.valid(), self.config.model.num_loops)
+        step, ce = self.progress.step, scores[-1].ce
+        if self.progress.best_ce is None or ce < self.progress.best_ce:
+            self.progress.best_ce, self.progress.best_step = ce, step
+        row = {"kind": "eval", "step": step, "ce": [s.ce for s in scores], "norm": [s.norm for s in scores]}
+        self._tell(row)
+        return scores
+
+    def _score(self, ids_BT: Tensor, targets_BT: Tensor, num_loops: int) -> Any:
+        ids_BT, targets_BT = ids_BT.to(self.ranks.device), targets_BT.to(self.ranks.device)
+        return self.spread(ids_BT, targets_BT, num_loops, "evaluate")[1]["scores"]
+
+    # --- saving and resuming -----------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step and drop old ones."""
+        state = {
+            **vars(self.progress),
+            "guard": self.guard.state(),
+            "monitor": self.monitor.state(),
+            "world_size": self.ranks.world_size,
+        }
+        folder, keep = self.run_folder.checkpoints, self.config.training.keep_last
+        sharded = self.config.training.shard == "full"
+        if sharded:
+            checkpoint.save_sharded(folder, self.model, self.optimizers, state, self.ranks)
+        elif self.ranks.is_first:
+            checkpoint.save(folder, self.model, self.optimizers, state)
+        if self.ranks.is_first:
+            checkpoint.prune(folder, keep, self.progress.best_step)
+        self.ranks.barrier()
+
+    def restore(self, found: checkpoint.Checkpoint) -> None:
+        """Go on exactly where a checkpoint was written."""
+        found.restore_tensors(self.model, self.optimizers)
+        state = found.state
+        self.progress = Progress(state["step"], state["penalty_on"], state["best_ce"], state["best_step"])
+        self.guard.restore(state["guard"])
+        self.monitor.restore(state["monitor"])
+        self._set_penalty(self.progress.penalty_on)
+
+    # --- small parts -------------------------------------------------------------------------------------------------
+
+    def _objective(self, *, penalty_on: bool) -> Objective:
+        config = self.config.objective
+        if penalty_on and not config.norm_penalty:
+            config = replace(config, norm_penalty=PENALTY)
+        return Objective(config, recompute=self.config.training.checkpoint_loops)
+
+    def _set_penalty(self, on: bool) -> None:
+        self.progress.penalty_on = on
+        self.step_module.objective = self._objective(penalty_on=on)
+
+    def _move_taper(self, step: int) -> None:
+        if isinstance(self.model.readout_map, Taper):
+            self.model.readout_map.taper_to(step / self.config.training.steps)
+
+    def _autocast(self) -> Any:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.ranks.device.type, dtype=self.autocast)
+
+    def _communicate_only_if(self, last: bool) -> Any:
+        """DDP and FSDP exchange gradients once per step, after the last micro-batch."""
+        if isinstance(self.spread, FSDPModule):
+            self.spread.set_requires_gradient_sync(last)
+            return nullcontext()
+        if isinstance(self.spread, nn.parallel.DistributedDataParallel) and not last:
+            return self.spread.no_sync()
+        return nullcontext()
+
+    def _log(self, step: int, loss: float, gradient_norm: float, seen: dict[str, Any], seconds: float) -> None:
+        tokens = self.config.training.batch * self.config.sequence_length
+        self._tell(
+            {
+                "kind": "train",
+                "step": step,
+                "loss": loss,
+                "ce": seen["ce"].tolist(),
+                "loops": seen["loops"],
+                "norm": seen["norm"].tolist(),
+                "radial_gradient_share": seen["shares"],
+                "terms": {name: term.item() for name, term in seen["terms"].items()},
+                "depth": seen["depth"],
+                "gradient_norm": gradient_norm,
+                "lr": learning_rate(self.config.training, step - 1) * self.guard.lr_factor,
+                "tokens_per_second": tokens / seconds,
+            }
+        )
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        if not self.ranks.is_first:
+            return
+        self.run_folder.append_metrics(row)
+        for listener in self.listeners:
+            listener(row)
+
+    @contextmanager
+    def _signals_caught(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the run after the current step; a second Ctrl-C ends it at once."""
+
+        def remember(number: int, frame: object) -> None:
+            if self._signal is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._signal = number
+
+        before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def seed_step(seed: int, step: int, rank: int, micro: int) -> None:
+    """Seed dropout (and every other draw) of one micro-batch from what identifies it."""
+    state = np.random.SeedSequence([seed, step, rank, micro]).generate_state(1, np.uint64)
+    torch.manual_seed(int(state[0] >> 1))

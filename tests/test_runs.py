@@ -1,0 +1,88 @@
+"""The run folder: writes that are whole or absent, metrics that survive a kill, a lock that dies with its holder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from loopscope.config import Config
+from loopscope.errors import RunError
+from loopscope.presets import preset
+from loopscope.runs import RunFolder, folder_written_whole, git_state, write_atomically
+
+
+def test_a_run_remembers_its_configuration(tmp_path):
+    run = RunFolder(tmp_path / "a" / "run")
+    run.create(preset("micro"))
+    assert run.config() == preset("micro") != Config()
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(RunError, match=r"is not a run folder: it has no config\.yaml"):
+        RunFolder(tmp_path).config()
+
+
+def test_metrics_survive_a_torn_last_line_and_forget_steps_that_will_be_repeated(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        run.append_metrics({"kind": "train", "step": step})
+    with run.metrics_path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+    run.forget_metrics_after(2)
+    run.append_metrics({"kind": "train", "step": 3})
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "step-1"
+    with pytest.raises(ZeroDivisionError), folder_written_whole(target) as beside:
+        (beside / "half").write_text("x")
+        assert not target.exists()
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with folder_written_whole(target) as beside:
+        (beside / "whole").write_text("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from loopscope.runs import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(RunError, match=f"in use by process {holder.pid}"), RunFolder(tmp_path).locked():
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with RunFolder(tmp_path).locked():
+        pass
+
+
+def test_git_state_is_none_outside_a_repository(tmp_path):
+    assert git_state(tmp_path) is None
