@@ -102,7 +102,24 @@ def test_plan_prints_a_configuration_that_plan_reads_back(tmp_path, capsys):
     assert plan["config"]["model"]["num_loops"] == 6, "a flag speaks last"
     assert plan["config"]["objective"]["norm_penalty"] == 0.01
     assert [loop["hides"] for loop in plan["loops"]] == [[]] * 5 + [["scale"]]
-    assert plan["total"] == sum(plan["parameters"].values())
+    assert plan["total_parameters"] == sum(plan["parameters"].values())
+
+
+def test_plan_answers_how_many_devices_a_deadline_needs(capsys):
+    flags = ["--preset", "paper-129m", "--batch", "64", "--flops-per-second", "1e14", "--tokens", "1000000000"]
+    assert main(["plan", *flags, "--devices", "8", "--device-type", "cuda", "--within-hours", "1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["devices"] == 8 and plan["tokens"] == 10**9
+    per_device = plan["flops_per_second"] * plan["utilisation"] * 3600
+    assert plan["devices_needed"] == -(-plan["flops"] // per_device)
+    assert plan["seconds"] == pytest.approx(plan["flops"] / (8 * per_device) * 3600)
+
+
+def test_plan_in_words_names_time_memory_and_reasons(capsys):
+    assert main(["plan", "--preset", "nano", "--flops-per-second", "1e11"]) == 0
+    output = capsys.readouterr().out
+    for words in ("MFLOP per trained token", "MiB per device", "tokens/s on 1 device(s)", "(given)"):
+        assert words in output
 
 
 def test_plan_shows_which_loops_a_terminal_objective_supervises(capsys):

@@ -7,10 +7,7 @@ No torch here: the command line reads configurations before it knows whether tor
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +15,15 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 
+from loopscope.checks import (
+    check_at_most,
+    check_not_negative,
+    check_only_with,
+    check_pairing,
+    check_positive,
+    check_share,
+    check_types,
+)
 from loopscope.errors import ConfigError, suggest
 
 MOST_EPS = 0.01
@@ -102,13 +108,13 @@ class ModelConfig:
     """pytorch-default: N(0, 1) embedding (the paper); scaled: std 0.02, residual outputs scaled by depth."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_positive(self, "vocab_size", "width", "num_layers", "num_loops", "num_heads", "max_length")
-        _check_positive(self, "num_kv_heads", "mlp_width", "norm_eps", "rope_base", "reference_scale")
-        _check_not_negative(self, "prelude_layers", "coda_layers")
-        _check_at_most(self, 10_000, "num_layers", "num_loops", "prelude_layers", "coda_layers")
-        _check_at_most(self, 100_000_000, "vocab_size", "width", "mlp_width", "max_length")
-        _check_at_most(self, MOST_EPS, "norm_eps")
+        check_types(self)
+        check_positive(self, "vocab_size", "width", "num_layers", "num_loops", "num_heads", "max_length")
+        check_positive(self, "num_kv_heads", "mlp_width", "norm_eps", "rope_base", "reference_scale")
+        check_not_negative(self, "prelude_layers", "coda_layers")
+        check_at_most(self, 10_000, "num_layers", "num_loops", "prelude_layers", "coda_layers")
+        check_at_most(self, 100_000_000, "vocab_size", "width", "mlp_width", "max_length")
+        check_at_most(self, MOST_EPS, "norm_eps")
         _check_attention(self)
         _check_recurrence(self)
         _check_readout(self)
@@ -165,12 +171,12 @@ class ObjectiveConfig:
     """Weight of the squared log-sum-exp of the logits."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_positive(self, "last_n", "backprop_loops", "anchor_scale")
-        _check_not_negative(self, "norm_penalty", "scale_anchor", "z_loss", "exit_entropy")
-        _check_pairing(self, "placement", {"weighted": "loop_weights", "last-n": "last_n"})
-        _check_only_with(self, "placement", "gated", "exit_entropy")
-        _check_share(self, "exit_fraction")
+        check_types(self)
+        check_positive(self, "last_n", "backprop_loops", "anchor_scale")
+        check_not_negative(self, "norm_penalty", "scale_anchor", "z_loss", "exit_entropy")
+        check_pairing(self, "placement", {"weighted": "loop_weights", "last-n": "last_n"})
+        check_only_with(self, "placement", "gated", "exit_entropy")
+        check_share(self, "exit_fraction")
         if self.exit_fraction < 1 and self.placement in ("terminal", "gated"):
             why = f"has no fixed exits to thin out under placement = {self.placement!r}"
             raise ConfigError.of("exit_fraction", self.exit_fraction, why)
@@ -198,8 +204,8 @@ class DataConfig:
     """Tokens between the starts of training sequences; None means no overlap. The paper uses half the length."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_positive(self, "sequence_length", "stride")
+        check_types(self)
+        check_positive(self, "sequence_length", "stride")
         for name in ("data", "valid"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise ConfigError.of(name, (), "needs at least one source")
@@ -264,16 +270,16 @@ class TrainingConfig:
     """What to do when the state's scale runs away unseen: warn, turn the norm penalty on, or stop."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_positive(self, "steps", "batch", "accumulate", "lr", "clip", "threads", "log_every", "eval_every")
-        _check_positive(self, "eval_tokens", "save_every", "keep_last", "max_skips", "spike_factor")
-        _check_not_negative(self, "weight_decay", "warmup", "seed", "max_rollbacks")
-        _check_only_with(self, "schedule", "wsd", "decay")
+        check_types(self)
+        check_positive(self, "steps", "batch", "accumulate", "lr", "clip", "threads", "log_every", "eval_every")
+        check_positive(self, "eval_tokens", "save_every", "keep_last", "max_skips", "spike_factor")
+        check_not_negative(self, "weight_decay", "warmup", "seed", "max_rollbacks")
+        check_only_with(self, "schedule", "wsd", "decay")
         if self.batch % self.accumulate:
             raise ConfigError.of("accumulate", self.accumulate, f"must divide batch = {self.batch}")
         if self.warmup > self.steps:
             raise ConfigError.of("warmup", self.warmup, f"is longer than the run of {self.steps} steps")
-        _check_share(self, "decay")
+        check_share(self, "decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +388,7 @@ def _check_attention(config: ModelConfig) -> None:
     if config.positions == "rope" and (config.width // config.num_heads) % 2:
         head_width = config.width // config.num_heads
         raise ConfigError.of("positions", "rope", f"needs an even head width, and width / num_heads is {head_width}")
-    _check_only_with(config, "positions", "rope", "rope_base")
+    check_only_with(config, "positions", "rope", "rope_base")
 
 
 def _check_recurrence(config: ModelConfig) -> None:
@@ -404,108 +410,12 @@ def _check_readout(config: ModelConfig) -> None:
         raise ConfigError.of("readout", "final-only", "needs num_loops ≥ 2; with one loop it is rmsnorm")
     if not 0 <= config.taper_gate <= 1:
         raise ConfigError.of("taper_gate", config.taper_gate, "must be between 0 and 1")
-    _check_only_with(config, "readout", "alpha", "alpha", "alpha_mode", "reference_scale", "reference_mode")
-    _check_only_with(config, "readout", "taper", "taper_gate")
+    check_only_with(config, "readout", "alpha", "alpha", "alpha_mode", "reference_scale", "reference_mode")
+    check_only_with(config, "readout", "taper", "taper_gate")
     if config.alpha == 1 and config.alpha_mode == "fixed":
         for name, default in (("reference_scale", 1.0), ("reference_mode", "fixed")):
             if getattr(config, name) != default:
                 raise ConfigError.of(name, getattr(config, name), "has no effect at alpha = 1, where s_ref cancels")
-
-
-def _check_only_with(config: Any, chooser: str, choice: str, *names: str) -> None:
-    """Fields that mean something only under one choice must keep their default under the others."""
-    if getattr(config, chooser) == choice:
-        return
-    for spec in dataclasses.fields(config):
-        value = getattr(config, spec.name)
-        if spec.name in names and value != spec.default:
-            why = f"has no effect unless {chooser} = {choice!r}; its default is {spec.default!r}"
-            raise ConfigError.of(spec.name, value, why)
-
-
-def _check_pairing(config: Any, chooser: str, needed: dict[str, str]) -> None:
-    """A choice that needs a field, and a field that needs that choice, come together or not at all."""
-    for choice, name in needed.items():
-        chosen, given = getattr(config, chooser) == choice, getattr(config, name) is not None
-        if chosen and not given:
-            raise ConfigError.of(chooser, choice, f"needs {name}; add --{name.replace('_', '-')}")
-        if given and not chosen:
-            raise ConfigError.of(name, getattr(config, name), f"has no effect unless {chooser} = {choice!r}")
-
-
-def _check_positive(config: Any, *names: str) -> None:
-    for name in names:
-        if (value := getattr(config, name)) is not None and value <= 0:
-            raise ConfigError.of(name, value, "must be above 0")
-
-
-def _check_at_most(config: Any, most: float, *names: str) -> None:
-    for name in names:
-        if (value := getattr(config, name)) is not None and value > most:
-            raise ConfigError.of(name, value, f"must be at most {most:,}")
-
-
-def _check_not_negative(config: Any, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 0:
-            raise ConfigError.of(name, getattr(config, name), "must not be negative")
-
-
-def _check_share(config: Any, name: str) -> None:
-    if not 0 < getattr(config, name) <= 1:
-        raise ConfigError.of(name, getattr(config, name), "must be above 0 and at most 1")
-
-
-def _check_types(config: Any) -> None:
-    """Every value has its field's declared type; YAML and Python callers get no silent coercion."""
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if not _matches(value, hint):
-            raise ConfigError.of(name, value, f"expected {_describe(hint)}")
-        value = _as_float(value, hint)
-        object.__setattr__(config, name, value)  # frozen, and a whole number in a float field must become a float
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-            raise ConfigError.of(name, value, "must be a finite number")
-
-
-def _as_float(value: Any, hint: Any) -> Any:
-    """Whole numbers where the field holds floats."""
-    if isinstance(value, tuple):
-        return tuple(_as_float(item, typing.get_args(_without_none(hint))[0]) for item in value)
-    return float(value) if isinstance(value, int) and _without_none(hint) is float else value
-
-
-def _without_none(hint: Any) -> Any:
-    args = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-    return args[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) else hint
-
-
-def _matches(value: object, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return isinstance(value, str) and value in args
-    if origin in (types.UnionType, typing.Union):
-        return any(_matches(value, arg) for arg in args)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_matches(item, args[0]) for item in value)
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _describe(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(args)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_describe(arg) for arg in args)
-    if origin is tuple:
-        return f"a list of values, each {_describe(args[0])}"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "nothing"}
-    return names.get(hint, str(hint))
 
 
 def _mapping(data: object, source: str) -> dict[str, Any]:

@@ -255,7 +255,7 @@ FIELD_CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "positions": ("rope", {}),
     "rope_base": (100.0, {"positions": "rope"}),
     "norm": ("layernorm", {}),
-    "norm_eps": (0.1, {}),
+    "norm_eps": (0.01, {}),
     "norm_placement": ("sum", {}),
     "inter_loop_norm": ("rmsnorm", {}),
     "spectral_damping": (True, {}),

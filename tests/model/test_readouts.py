@@ -143,6 +143,12 @@ def test_radial_gradient_share_is_tiny_where_scale_is_hidden_and_large_elsewhere
         assert share < 1e-4 if "scale" in readout.hides(k) else share > 0.1
 
 
+def alpha_readout(**changes) -> Alpha:
+    readout = make_readout(replace(BASE, readout="alpha", **changes)).double()
+    assert isinstance(readout, Alpha)
+    return readout
+
+
 @given(alpha=st.floats(-1, 2), factor=st.floats(0.2, 5), seed=st.integers(0, 1000))
 def test_alpha_readout_shows_scale_to_the_power_alpha(alpha, factor, seed):
     readout = make_readout(replace(BASE, readout="alpha", alpha=alpha, norm_eps=1e-12)).double()
@@ -152,16 +158,9 @@ def test_alpha_readout_shows_scale_to_the_power_alpha(alpha, factor, seed):
 
 def test_alpha_readout_spans_rmsnorm_to_raw():
     h_BTD = draw(0, 1, 3, WIDTH)
-    norm, raw = (make_readout(replace(BASE, readout="alpha", alpha=alpha, reference_scale=2.0)) for alpha in (0.0, 1.0))
-    expected = 2.0 * F.rms_norm(h_BTD, (WIDTH,), eps=BASE.norm_eps)
-    torch.testing.assert_close(norm.double()(h_BTD, 1), expected)
-    torch.testing.assert_close(raw.double()(h_BTD, 1), h_BTD)
-
-
-def alpha_readout(**changes) -> Alpha:
-    readout = make_readout(replace(BASE, readout="alpha", **changes)).double()
-    assert isinstance(readout, Alpha)
-    return readout
+    norm, raw = alpha_readout(alpha=0.0, reference_scale=2.0), alpha_readout(alpha=1.0)
+    torch.testing.assert_close(norm(h_BTD, 1), 2.0 * F.rms_norm(h_BTD, (WIDTH,), eps=BASE.norm_eps))
+    torch.testing.assert_close(raw(h_BTD, 1), h_BTD)
 
 
 def scale_of(h_BTD: torch.Tensor) -> torch.Tensor:
@@ -241,6 +240,14 @@ def test_taper_mixes_the_normed_and_the_linear_map_by_its_gate(gate, k):
     torch.testing.assert_close(readout(h_BTD, k), expected, rtol=1e-6, atol=0)
 
 
+def test_taper_leaves_from_the_gate_it_was_given():
+    readout = readout_of("taper 0.5")
+    assert isinstance(readout, Taper)
+    for progress, gate in ((0.0, 0.5), (0.3, 0.5), (0.65, 0.25), (1.0, 0.0)):
+        readout.taper_to(progress)
+        assert readout.gate.item() == pytest.approx(gate)
+
+
 def test_taper_calibrates_its_constant_on_training_batches_and_only_while_the_gate_is_closed():
     readout, h_BTD = readout_of("taper 1").train(), 100 * draw(0, 1, 3, WIDTH)
     assert isinstance(readout, Taper)
@@ -258,3 +265,12 @@ def test_final_only_norms_at_the_trained_depth_and_beyond_whatever_is_run():
         assert torch.equal(readout(h_BTD, k), h_BTD)
     for k in (LOOPS, LOOPS + 1):
         assert not torch.allclose(readout(h_BTD, k), h_BTD)
+
+
+@pytest.mark.parametrize("name", EVERY_READOUT)
+def test_states_whose_squares_overflow_in_half_precision_are_read_out_as_in_double(name):
+    h_BTD = (1000 * draw(0, 1, 3, WIDTH)).half()
+    shown = readout_of(name).half()(h_BTD, LOOPS)
+    assert shown.dtype == torch.float16
+    expected = readout_of(name)(h_BTD.double(), LOOPS)
+    torch.testing.assert_close(shown.double(), expected, rtol=1e-2, atol=1e-2)

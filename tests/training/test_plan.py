@@ -17,9 +17,10 @@ from loopscope.errors import ConfigError
 from loopscope.model.looped_lm import build
 from loopscope.objectives.placement import Objective
 from loopscope.presets import preset
-from loopscope.training import plan
+from loopscope.training import activations, flops, plan
+from loopscope.training.flops import flops_per_token
 from loopscope.training.optim import Optimizers
-from loopscope.training.plan import flops_per_token, plan_memory, plan_training
+from loopscope.training.plan import plan_memory, plan_training
 
 BASE = ModelConfig(vocab_size=301, width=64, num_layers=2, num_loops=3, num_heads=4, max_length=32, dropout=0.0)
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -158,10 +159,10 @@ def test_autocast_saves_layers_in_low_precision_and_a_copy_of_every_weight(model
     config = configure(model)
     step = RealStep(config)
     step.forward(autocast=True)
-    kernels = plan.Kernels(compute=2, mask=2, fused_rmsnorm=False)
+    kernels = activations.Kernels(compute=2, mask=2, fused_rmsnorm=False)
     batch = plan.largest_micro_batch(config, 1)
-    activations, _ = plan.activation_bytes(config, kernels, batch, step.model)
-    assert activations + plan_memory(config).loss_gradients == pytest.approx(step.saved, rel=0.01)
+    saved, _ = plan.activation_bytes(config, kernels, batch, step.model)
+    assert saved + plan_memory(config).loss_gradients == pytest.approx(step.saved, rel=0.01)
 
 
 def test_checkpointed_loops_cost_one_state_each_and_not_their_layers():
@@ -204,7 +205,7 @@ def test_a_sampled_depth_is_given_memory_for_its_deepest_step_and_flops_for_its_
     assert plan_memory(sampled).activations == plan_memory(alone).activations
     assert flops_per_token(sampled).core == pytest.approx(flops_per_token(fixed).core, rel=0.05)
     uniform = configure({"num_loops": 4}, {"depth": "uniform"}, {"steps": 5000})
-    assert plan.expected_passes(uniform).loops == pytest.approx(2.5, rel=0.05)
+    assert flops.expected_passes(uniform).loops == pytest.approx(2.5, rel=0.05)
 
 
 # --- FLOPs -----------------------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ def test_the_fused_loss_costs_three_products_per_readout():
 def test_parts_add_up_to_the_model_and_a_tied_head_is_counted_once():
     for tied in (True, False):
         model = build(replace(BASE, tie_head=tied, exit_gate=True, prelude_layers=1, inter_loop_norm="rmsnorm"))
-        parts = plan.parameters_by_part(model)
+        parts = flops.parameters_by_part(model)
         assert sum(parts.values()) == sum(parameter.numel() for parameter in model.parameters())
         assert parts["head"] == (0 if tied else 301 * 64)
         assert parts["core"] == sum(parameter.numel() for parameter in model.recurrence.parameters())

@@ -21,7 +21,8 @@ class Watch:
     """Turns rows of metrics into what a person wants to know: where, how fast, how good, how large, how long still."""
 
     def __init__(self, trainer: Trainer) -> None:
-        from loopscope.training.plan import flops_per_token, measure_flops
+        from loopscope.training.flops import flops_per_token
+        from loopscope.training.plan import measure_flops
 
         self.steps = trainer.config.training.steps
         self.first_step, self.started = trainer.progress.step, time.perf_counter()

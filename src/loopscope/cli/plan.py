@@ -1,30 +1,44 @@
-"""`loopscope plan`: a resolved configuration and what the model is made of, before paying for it."""
+"""`loopscope plan`: what a run is made of and what it costs, before paying for it."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loopscope.cli.configured import Configured
 from loopscope.cli.terminal import print_json, print_tables, print_text
-from loopscope.config import ModelConfig, config_to_dict, config_to_yaml
+from loopscope.config import Config, ModelConfig, config_to_dict, config_to_yaml
 from loopscope.errors import EXIT_OK
 from loopscope.presets import PRESETS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from loopscope.training.plan import TrainingPlan
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Configured):
     """Flags of `loopscope plan`."""
 
+    devices: int = 1
+    """Devices the run is spread over."""
+    device_type: Literal["cpu", "cuda"] = "cpu"
+    """What the devices are."""
+    flops_per_second: float | None = None
+    """FLOP/s of one device; measured here when not given."""
+    tokens: int | None = None
+    """Token budget, instead of steps × batch × sequence length."""
+    within_hours: float | None = None
+    """Also say how many devices finish the run in so many hours."""
     json: bool = False
     """Print the result as JSON."""
     yaml: bool = False
     """Print the resolved configuration as YAML, ready for --config."""
 
-    help: ClassVar[str] = f"""Count a model's parameters and show what its loss will see, without building it.
+    help: ClassVar[str] = f"""Parameters, FLOPs, memory and time of a run, and what its loss will see, before paying.
 
 The flags below change the preset (their defaults shown here are the preset's).
 
@@ -32,34 +46,47 @@ presets: {", ".join(PRESETS)}
 
 examples:
   loopscope plan --preset paper-44m
+  loopscope plan --preset paper-129m --devices 8 --device-type cuda --flops-per-second 3e14 --tokens 400000000
   loopscope plan --preset nano --readout raw --num-loops 8
   loopscope plan --preset nano --readout final-only --yaml > my.yaml
   loopscope plan --config my.yaml --json"""
 
     def run(self) -> int:
-        """Print parameters by part, and per loop whether it is supervised and what its readout hides."""
+        """Print the cost, and per loop whether it is supervised and what its readout hides."""
         config = self.resolved()
         if self.yaml:
             print_text(config_to_yaml(config))
             return EXIT_OK
-        from loopscope.model.looped_lm import build, count_parameters
-        from loopscope.objectives.placement import supervised_loops
+        from loopscope.training.plan import plan_training
 
-        model = build(config.model, device="meta")
-        parameters = count_parameters(model)
-        supervised = supervised_loops(config.objective, config.model.num_loops)
-        loops = [
-            {"k": k, "supervised": k in supervised, "hides": None if hides is None else sorted(hides)}
-            for k, hides in enumerate(_hides_per_loop(config.model), start=1)
-        ]
-        total = sum(parameters.values())
+        plan = plan_training(
+            config,
+            devices=self.devices,
+            flops_per_second=self.flops_per_second,
+            tokens=self.tokens,
+            device_type=self.device_type,
+        )
+        devices_needed = None if self.within_hours is None else plan.devices_for(3600 * self.within_hours)
+        loops = _loops(config)
         if self.json:
-            print_json(
-                preset=self.preset, config=config_to_dict(config), parameters=parameters, total=total, loops=loops
-            )
-        else:
-            print_tables(_parameter_table(parameters, total), _loop_table(loops))
+            cost = {**plan.to_dict(), "devices_needed": devices_needed}
+            print_json(preset=self.preset, config=config_to_dict(config), loops=loops, **cost)
+            return EXIT_OK
+        print_tables(_parameter_table(plan.parameters), _loop_table(loops), _memory_table(plan))
+        print_text(_in_words(plan))
+        if devices_needed is not None:
+            print_text(f"{devices_needed:,} devices finish it within {self.within_hours:g} hours.")
         return EXIT_OK
+
+
+def _loops(config: Config) -> list[dict[str, Any]]:
+    from loopscope.objectives.placement import supervised_loops
+
+    supervised = supervised_loops(config.objective, config.model.num_loops)
+    return [
+        {"k": k, "supervised": k in supervised, "hides": None if hides is None else sorted(hides)}
+        for k, hides in enumerate(_hides_per_loop(config.model), start=1)
+    ]
 
 
 def _hides_per_loop(config: ModelConfig) -> list[frozenset[str] | None]:
@@ -72,13 +99,17 @@ def _hides_per_loop(config: ModelConfig) -> list[frozenset[str] | None]:
     return [readout.hides(k) for k in range(1, config.num_loops + 1)]
 
 
-def _parameter_table(parameters: dict[str, int], total: int) -> Table:
+def _parameter_table(parameters: dict[str, int]) -> Table:
     from rich.table import Table
+
+    total = sum(parameters.values())
 
     table = Table("part", title=f"{total / 1e6:,.1f}M parameters", title_justify="left")
     table.add_column("parameters", justify="right")
     table.add_column("share", justify="right")
     for part, count in parameters.items():
+        if not count:
+            continue
         table.add_row(part, f"{count:,}", f"{count / total:.1%}")
     return table
 
@@ -92,3 +123,26 @@ def _loop_table(loops: list[dict[str, Any]]) -> Table:
         hides = "unknown: a coda lies between" if loop["hides"] is None else ", ".join(loop["hides"]) or "nothing"
         table.add_row(str(loop["k"]), supervised, hides)
     return table
+
+
+def _memory_table(plan: TrainingPlan) -> Table:
+    from rich.table import Table
+
+    memory = dataclasses.asdict(plan.memory)
+    title = f"{plan.memory.total / 2**20:,.0f} MiB per device, {plan.micro_batch.tokens:,} tokens at a time"
+    table = Table("memory", title=title, title_justify="left")
+    table.add_column("MiB", justify="right")
+    for name, count in memory.items():
+        table.add_row(name.replace("_", " "), f"{count / 2**20:,.1f}")
+    return table
+
+
+def _in_words(plan: TrainingPlan) -> str:
+    speed, utilisation = plan.choices[:2]
+    time = timedelta(seconds=round(plan.seconds))
+    return (
+        f"{plan.flops_per_token.total / 1e6:,.1f} MFLOP per trained token, {plan.tokens:,} tokens, "
+        f"{plan.flops:.3g} FLOP in all.\n"
+        f"{plan.tokens_per_second:,.0f} tokens/s on {plan.devices} device(s) at {plan.flops_per_second:.3g} FLOP/s "
+        f"({speed.reason}) and a utilisation of {plan.utilisation:g} ({utilisation.reason}): {time} of training."
+    )

@@ -97,7 +97,7 @@ class Tokenizer:
         ids_N = np.array(encoding.ids, dtype=np.int64)
         if self._bytes_V is not None:
             bytes_N = self._bytes_V[ids_N]
-            # A prefix space or a byte outside the vocabulary breaks the sum; character offsets then decide.
+            # A prefix space, a normaliser or an odd special token breaks the sum; character offsets then decide.
             if bytes_N.sum() == len(text.encode()):
                 return ids_N, bytes_N
         return ids_N, _bytes_by_offsets(text, encoding)
@@ -105,13 +105,11 @@ class Tokenizer:
     @cached_property
     def _bytes_V(self) -> np.ndarray | None:
         """Bytes of each token of a byte-level tokenizer, whose tokens are spelled with one character a byte."""
-        description = json.loads(self.definition)
-        if (description.get("decoder") or {}).get("type") != "ByteLevel" or description.get("normalizer"):
+        if not isinstance(self.backend.decoder, decoders.ByteLevel):
             return None
-        added = {token["content"] for token in description.get("added_tokens", ())}
         bytes_V = np.zeros(self.vocab_size, dtype=np.int64)
         for token, index in self.backend.get_vocab(with_added_tokens=True).items():
-            bytes_V[index] = len(token.encode()) if token in added else len(token)
+            bytes_V[index] = len(token)
         return bytes_V
 
 

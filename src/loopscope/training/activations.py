@@ -1,0 +1,220 @@
+"""What autograd saves in a training step: a ledger of tensors, derived from shapes and never measured.
+
+Everything is counted for eager execution; a compiler may save less.
+
+Legend: T tokens of a sequence, V vocabulary, d width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loopscope.config import Config
+from loopscope.objectives.placement import supervised_loops
+from loopscope.training.flops import passes_at
+
+FLOAT32 = 4
+"""Bytes of a number in parameters, gradients, optimiser state, the residual stream and every statistic."""
+
+GATE_SCALARS = 7
+"""Numbers per row that the exit distribution and its entropy save."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What of a device's kernels decides how much autograd saves."""
+
+    compute: int
+    """Bytes of a number inside layers: 2 under bf16 autocast, else 4."""
+    mask: int
+    """Bytes of a dropout mask's entry: the CPU keeps the scaled factors, GPUs a boolean."""
+    fused_rmsnorm: bool
+    """GPUs save an RMSNorm's input and 1/s only; the CPU's composite also saves h/s."""
+
+
+def kernels_of(device_type: str) -> Kernels:
+    """CUDA trains in bf16 autocast with fused kernels; elsewhere float32 and the CPU's composites are assumed."""
+    if device_type == "cuda":
+        return Kernels(compute=2, mask=1, fused_rmsnorm=True)
+    return Kernels(compute=FLOAT32, mask=FLOAT32, fused_rmsnorm=False)
+
+
+class SavedTensors:
+    """A ledger of the tensors that autograd saves in one forward pass, as name → bytes.
+
+    A name is a storage: a tensor saved by two operations (a state by the next loop's norm and by its readout) counts
+    once. Methods follow the model's own modules and return the name of what they compute; a tensor enters the ledger
+    only when an operation saves it, so one that nobody saves (a residual sum before an addition) costs nothing.
+    """
+
+    def __init__(self, config: Config, kernels: Kernels, tokens: int) -> None:
+        self.config, self.model, self.kernels, self.tokens = config, config.model, kernels, tokens
+        self.bytes: dict[str, int] = {}
+        self.detached: set[str] = set()
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors saved so far."""
+        return sum(self.bytes.values())
+
+    def step(self, depth: int) -> list[str]:
+        """Everything a training step of `depth` loops saves up to the loss; returns the names of h_0 … h_depth."""
+        objective, backprop = self.config.objective, passes_at(self.config, depth).backprop_loops
+        states = [self.embed()]
+        for k in range(1, depth + 1):
+            states.append(self.run(states[k - 1], k) if k > depth - backprop else self.without_gradient(k))
+        supervised = supervised_loops(objective, depth)
+        for k in supervised:
+            self.readout(states[k], k)
+        if self.model.exit_gate:
+            self.exit_gate(len(supervised))
+        if objective.norm_penalty or objective.scale_anchor:
+            self.scale_terms([state for state in states[1:] if state not in self.detached])
+        return states
+
+    def keep(self, name: str, bytes_per_token: int) -> None:
+        """Enter a tensor; twice is once."""
+        self.bytes[name] = bytes_per_token * self.tokens
+
+    def keep_state(self, name: str) -> None:
+        """Enter a tensor of the residual stream."""
+        self.keep(name, FLOAT32 * self.model.width)
+
+    def embed(self) -> str:
+        """Token ids, dropout mask, prelude; h_0 is the embedded input e, unless it starts from zeros or noise."""
+        self.keep("ids", 8)
+        self.dropout("embed", FLOAT32)
+        if self.model.positions == "rope":
+            self.keep("rotary", FLOAT32 * self.model.width // self.model.num_heads)
+        self.input = self.stack("prelude", "embed.out", self.model.prelude_layers)
+        return self.input if self.model.state_init == "embedding" else "h0"
+
+    def run(self, h: str, k: int) -> str:
+        """Loop k with gradient: all its tensors, or under checkpointing only what it starts from."""
+        if not self.config.training.checkpoint_loops:
+            return self.loop(h, k)
+        self.keep_state(h)
+        self.keep_state(self.input)
+        return f"loop{k}.out"
+
+    def without_gradient(self, k: int) -> str:
+        """Loop k before the truncation: it saves nothing, and its state needs no gradient."""
+        self.detached.add(f"loop{k}.out")
+        return f"loop{k}.out"
+
+    def loop(self, h: str, k: int) -> str:
+        """h_{k-1} → h_k, in the order of `model.recurrence`."""
+        if self.model.inter_loop_norm != "none" and k > 1:
+            self.norm(f"loop{k}.norm", h, self.model.inter_loop_norm)
+            h = f"loop{k}.normed"
+        if self.model.spectral_damping:
+            self.keep_state(h)
+            h = f"loop{k}.damped"
+        if self.model.injection != "none":
+            h = self.inject(f"loop{k}.injection", h)
+        if self.model.loop_embedding:
+            h = f"loop{k}.marked"
+        return self.stack(f"loop{k}", h, self.model.num_layers)
+
+    def inject(self, name: str, h: str) -> str:
+        """Add saves nothing; a projection its input; a product both factors."""
+        kind, width = self.model.injection, self.model.width
+        if kind in ("concat", "gated"):
+            self.keep(f"{name}.joined", self.kernels.compute * 2 * width)
+        if kind in ("gated", "diagonal"):
+            self.keep_state(h)
+            self.keep_state(self.input)
+        if kind == "gated":
+            self.keep(f"{name}.gate", self.kernels.compute * width)
+            self.keep(f"{name}.one_minus_gate", self.kernels.compute * width)
+        if kind == "diagonal":
+            self.keep(f"{name}.projected", self.kernels.compute * width)
+        return f"{name}.out"
+
+    def stack(self, part: str, x: str, num_layers: int) -> str:
+        """Layers in a row, two residual branches each."""
+        for index in range(num_layers):
+            for branch, save in (("attention", self.attention), ("feed_forward", self.feed_forward)):
+                name = f"{part}.{index}.{branch}"
+                self.norm(f"{name}.norm", x, self.model.norm)
+                save(name)
+                x = self.join(name)
+        return x
+
+    def join(self, name: str) -> str:
+        """How a branch joins the stream: dropout, and the second norm of the sandwich and sum placements."""
+        self.dropout(name, self.kernels.compute)
+        if self.model.norm_placement != "pre":
+            normed = "branch" if self.model.norm_placement == "sandwich" else "sum"
+            self.norm(f"{name}.{normed}_norm", f"{name}.{normed}", self.model.norm)
+        return f"{name}.out"
+
+    def norm(self, name: str, x: str, kind: str) -> None:
+        """LayerNorm saves input, mean and 1/σ; RMSNorm input and 1/s, and on CPUs h/s for its gain's gradient."""
+        composite = kind == "rmsnorm" and not self.kernels.fused_rmsnorm
+        if composite:
+            self.keep_state(f"{name}.normalised")
+        # The composite differentiates s only where the input needs it; fused kernels save their input always.
+        if not composite or x not in self.detached:
+            self.keep_state(x)
+            self.keep(f"{name}.statistics", FLOAT32 * (2 if kind == "layernorm" else 1))
+
+    def attention(self, name: str) -> None:
+        """Input, q, k and v (one storage), output and log-sum-exp; new q and k where they are normed or rotated."""
+        model, compute = self.model, self.kernels.compute
+        keys = model.kv_heads * model.width // model.num_heads
+        self.keep(f"{name}.input", compute * model.width)
+        self.keep(f"{name}.qkv", compute * (model.width + 2 * keys))
+        self.keep(f"{name}.mixed", compute * model.width)
+        self.keep(f"{name}.logsumexp", FLOAT32 * model.num_heads)
+        if model.qk_norm:
+            self.qk_norm(name, model.width + keys)
+        if model.positions == "rope" or model.qk_norm:
+            self.keep(f"{name}.qk", compute * (model.width + keys))
+            # SDPA lays its output out like q, which is contiguous by heads now: merging the heads copies it.
+            self.keep(f"{name}.merged", compute * model.width)
+        if model.positions == "rope" and compute != FLOAT32:
+            self.keep(f"{name}.rotary", compute * 2 * model.width // model.num_heads)
+
+    def qk_norm(self, name: str, size: int) -> None:
+        """RMSNorm per head: its input is a view of qkv, unless autocast lifts that to float32."""
+        self.keep(f"{name}.qk_statistics", FLOAT32 * (self.model.num_heads + self.model.kv_heads))
+        if not self.kernels.fused_rmsnorm:
+            self.keep(f"{name}.qk_normalised", FLOAT32 * size)
+        if self.kernels.compute != FLOAT32:
+            self.keep(f"{name}.qk_lifted", FLOAT32 * size)
+
+    def feed_forward(self, name: str) -> None:
+        """Input, hidden layer, what the activation makes of it; SwiGLU: gate and value, silu(gate), their product."""
+        hidden = self.model.mlp_hidden * (4 if self.model.mlp == "swiglu" else 2)
+        self.keep(f"{name}.input", self.kernels.compute * self.model.width)
+        self.keep(f"{name}.hidden", self.kernels.compute * hidden)
+
+    def dropout(self, name: str, input_bytes: int) -> None:
+        """The mask; CPUs keep it in the dtype of the input."""
+        if self.model.dropout:
+            self.keep(f"{name}.mask", min(self.kernels.mask, input_bytes) * self.model.width)
+
+    def readout(self, h: str, k: int) -> None:
+        """Coda and readout of loop k; `alpha` and `taper` save the state and a few numbers per token."""
+        h = self.stack(f"coda{k}", h, self.model.coda_layers)
+        kind = self.model.readout
+        if kind in ("rmsnorm", "layernorm") or (kind == "final-only" and k >= self.model.num_loops):
+            self.norm(f"readout{k}", h, "layernorm" if kind == "layernorm" else "rmsnorm")
+        if kind in ("alpha", "taper"):
+            self.keep_state(h)
+            self.keep(f"readout{k}.scale", FLOAT32 * 3)
+        if kind == "taper":
+            self.keep_state(f"readout{k}.gained")
+
+    def exit_gate(self, num_readouts: int) -> None:
+        """The stacked features of all readouts, and what turns their logits into exit probabilities."""
+        self.keep("features", FLOAT32 * self.model.width * num_readouts)
+        self.keep("exits", FLOAT32 * GATE_SCALARS * num_readouts)
+
+    def scale_terms(self, states: list[str]) -> None:
+        """Norm penalty and anchor save the states they look at."""
+        for state in states:
+            self.keep_state(state)
+            if self.config.objective.scale_anchor:
+                self.keep(f"{state}.scale", FLOAT32 * 2)

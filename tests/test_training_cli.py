@@ -1,0 +1,217 @@
+"""`loopscope train` and `loopscope eval` as a user runs them: finish, stop, go on, refuse, and say why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loopscope.cli import main
+from loopscope.cli.eval import parse_depths
+from loopscope.errors import ConfigError
+from loopscope.runs import RunFolder
+
+TINY = [
+    "--preset", "demo", "--vocab-size", "256", "--tokenizer", "bytes", "--width", "16", "--num-layers", "1",
+    "--num-heads", "2", "--num-loops", "3", "--max-length", "16", "--batch", "4", "--steps", "8", "--log-every", "2",
+    "--eval-every", "4", "--save-every", "4", "--eval-tokens", "200", "--lr", "0.01",
+]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("LOOPSCOPE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {n} of a text about rivers and {n * n} stones\n" for n in range(400)))
+    return path
+
+
+@pytest.fixture
+def train(text, tmp_path, capsys):
+    """Run `loopscope train` in this process; gives exit code, stdout, stderr."""
+
+    def run(*flags: str, out: str = "run") -> tuple[int, str, str]:
+        code = main(["train", *TINY, "--data", str(text), "--out", str(tmp_path / out), *flags])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+def start(text: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "loopscope", "train", *TINY, "--data", str(text), "--out", str(out), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_a_run_trains_says_how_it_ended_and_fills_its_folder(train, tmp_path):
+    code, out, err = train()
+    assert code == 0
+    assert f"finished at step 8: {tmp_path / 'run'}" in out
+    assert "validation ce after each loop" in out
+    assert "step 2/8: loss" in err and "radial share" in err and "MFU" in err and "left" in err
+    run = RunFolder(tmp_path / "run")
+    assert {row["kind"] for row in run.read_metrics()} >= {"train", "eval"}
+    manifest = json.loads((run.path / "manifest.json").read_text())
+    assert manifest["schema_version"] == 1 and manifest["data"]["tokenizer"] == "bytes"
+    assert manifest["data"]["corpus_sha256"] and manifest["versions"]["torch"]
+    assert all(choice["reason"] for choice in manifest["choices"])
+    assert {choice["name"]: choice["value"] for choice in manifest["choices"]}["flush_denormals"] is True
+
+
+def test_the_same_command_with_more_steps_goes_on(train, tmp_path):
+    train()
+    code, out, err = train("--steps", "12", "--json")
+    assert code == 0 and "resumed" in err and "at step 8" in err
+    assert json.loads(out)["step"] == 12
+    steps = [row["step"] for row in RunFolder(tmp_path / "run").read_metrics() if row["kind"] == "train"]
+    assert steps == sorted(set(steps)), "no step is logged twice"
+
+
+def test_a_different_configuration_is_refused_by_name_and_nothing_is_lost(train, tmp_path):
+    train()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    code, _, err = train("--readout", "raw")
+    assert code == 2
+    assert "was trained with readout = 'rmsnorm', not 'raw' (flag --readout)" in err
+    assert {path: path.read_bytes() for path in before if path.name != ".lock"} == {
+        path: content for path, content in before.items() if path.name != ".lock"
+    }
+
+
+def test_fine_tuning_starts_from_other_weights_and_lists_what_is_left_behind(train, tmp_path):
+    train()
+    code, _, err = train("--readout", "raw", "--init-from", str(tmp_path / "run"), out="raw")
+    assert code == 0
+    assert "readout_map.norm.weight of the checkpoint is not used" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--resume", "must"], "has no checkpoint to resume from"),
+        (["--resume", "nowhere"], "neither a checkpoint nor a run folder"),
+        (["--init-from", "nowhere"], "neither a checkpoint nor a run folder"),
+        (["--data", "missing/*.txt"], "missing"),
+        (["--vocab-size", "100"], "vocab_size = 100"),
+        (["--sequence-length", "99"], "is longer than max_length = 16"),
+        (["--tokenizer", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(train, flags, sentence):
+    code, out, err = train(*flags)
+    assert code == 2 and out == ""
+    assert sentence in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_an_unwritable_place_is_one_sentence(text, tmp_path, capsys):
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file, not a folder")
+    assert main(["train", *TINY, "--data", str(text), "--out", str(blocked / "run")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_a_full_disk_stops_with_a_sentence_and_keeps_what_was_saved(train, tmp_path, monkeypatch):
+    train()
+    from loopscope.training import checkpoint
+
+    def full(*_):
+        raise OSError(28, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    code, _, err = train("--steps", "12")
+    assert code == 2 and "No space left on device: model.safetensors" in err.splitlines()[-1]
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints", print).step == 8
+
+
+def test_a_blind_spot_stops_the_run_with_exit_code_1_and_says_why(train):
+    code, out, _ = train("--steps", "200", "--on-blind-spot", "stop", "--lr", "0.1", "--eval-every", "200")
+    assert code == 1
+    assert "stopped at step" in out and "no loss sees the scale. Remedy: --norm-penalty 0.01" in out
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(text, tmp_path):
+    process = start(text, tmp_path / "run", "--steps", "100000", "--eval-every", "100000", "--save-every", "100000")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "step 10/" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert "interrupted at step" in out
+    step = int(out.split("interrupted at step ")[1].split(":")[0])
+    again = start(text, tmp_path / "run", "--steps", str(step + 2))
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 0 and f"at step {step}" in err
+
+
+def test_a_second_process_in_the_same_folder_is_refused(text, tmp_path):
+    first = start(text, tmp_path / "run", "--steps", "100000")
+    deadline = time.time() + 60
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.time() < deadline:
+        time.sleep(0.05)
+    second = start(text, tmp_path / "run")
+    _, err = second.communicate(timeout=60)
+    first.kill()
+    first.communicate()
+    assert second.returncode == 2
+    assert f"is in use by process {first.pid}" in err
+
+
+def test_eval_scores_every_depth_also_beyond_the_trained_one(train, tmp_path, capsys):
+    train()
+    assert main(["eval", str(tmp_path / "run"), "--depths", "1..5", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["k"] for row in result["depths"]] == [1, 2, 3, 4, 5]
+    row = result["depths"][0]
+    assert result["tokenizer"] == "bytes" and result["bytes"] == row["tokens"], "a byte token is a byte"
+    assert row["bits_per_byte"] == pytest.approx(row["ce"] / 0.6931471805599453)
+    assert main(["eval", str(tmp_path / "run"), "--depths", "1,3"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_eval_on_other_text_counts_all_of_it(train, tmp_path, capsys):
+    train()
+    other = tmp_path / "other.txt"
+    other.write_text("an entirely different text of rather few words\n" * 20)
+    assert main(["eval", str(tmp_path / "run"), "--data", str(other), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["depths"][0]["tokens"] == result["bytes"] > 800
+
+
+def test_eval_of_a_place_without_a_run_is_one_sentence(tmp_path, capsys):
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "neither a checkpoint nor a run folder" in capsys.readouterr().err
+
+
+def test_depths_are_spans_or_lists():
+    assert parse_depths("2..4") == [2, 3, 4] and parse_depths("1,4") == [1, 4]
+    for wrong in ("0..2", "4..2", "a", "1..", "1,,2"):
+        with pytest.raises(ConfigError, match="depths"):
+            parse_depths(wrong)
+
+
+def test_tensorboard_gets_the_rows_of_the_metrics(train, tmp_path):
+    code, _, _ = train("--track", "tensorboard")
+    assert code == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    rows = [row for row in RunFolder(tmp_path / "run").read_metrics() if row["kind"] == "train"]
+    logged = [(event.step, event.value) for event in events.Scalars("train/norm/3")]
+    assert logged == [(row["step"], pytest.approx(row["norm"][2])) for row in rows]
+
+
+def test_a_tracker_that_is_not_installed_is_named(train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    code, _, err = train("--track", "wandb")
+    assert code == 2 and "pip install 'loopscope[track]'" in err
