@@ -24,6 +24,10 @@ format: $(STAMP)          ## bring the code into shape
 
 bench: $(STAMP)           ## every claim of speed, measured side by side
 	$(BIN)/python benchmarks/loss.py
+	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/loop_memory.py
+	$(BIN)/python benchmarks/monitor.py
+	$(BIN)/python benchmarks/kill_test.py
 
 docs: $(STAMP)            ## rewrite the pages that are generated from the code
 	$(BIN)/python docs/generate.py

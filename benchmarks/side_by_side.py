@@ -35,7 +35,7 @@ class Measured:
 
 def measure(variants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Measured]:
     """Warm every variant up once, measure its memory, then time all of them `rounds` times in turn."""
-    memory = {name: _extra_peak_mib(run) for name, run in variants.items()}
+    memory = {name: extra_peak_mib(run) for name, run in variants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, run in variants.items():
@@ -62,7 +62,7 @@ def sgemm_gflops(size: int = 2048) -> float:
     return 2 * size**3 / best / 1e9
 
 
-def _extra_peak_mib(run: Callable[[], object]) -> float:
+def extra_peak_mib(run: Callable[[], object]) -> float:
     """Peak resident memory during a run minus resident memory before it (Linux counts both for us)."""
     run()
     gc.collect()

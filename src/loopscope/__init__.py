@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from loopscope.objectives.scale import norm_penalty, scale_anchor
     from loopscope.presets import preset
     from loopscope.protocol import LoopedModel, LoopState, LoopTrace, adapt, readout, run_loops
+    from loopscope.training.session import load
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _HOME = {
     "loopscope.objectives.placement": ("Objective", "ObjectiveResult", "sample_depth"),
     "loopscope.objectives.scale": ("norm_penalty", "scale_anchor"),
     "loopscope.presets": ("preset",),
+    "loopscope.training.session": ("load",),
     "loopscope.protocol": ("LoopState", "LoopTrace", "LoopedModel", "adapt", "readout", "run_loops"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -55,6 +57,7 @@ __all__ = [
     "ReadoutLoss",
     "adapt",
     "build",
+    "load",
     "load_config",
     "multi_readout_cross_entropy",
     "norm_penalty",

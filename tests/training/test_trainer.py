@@ -22,7 +22,7 @@ from loopscope.config import ObjectiveConfig
 from loopscope.errors import RunError
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
-from loopscope.training.session import check_resume, checkpoint_path, find_checkpoint, init_from, load_model
+from loopscope.training.session import check_resume, checkpoint_path, find_checkpoint, init_from, load
 from loopscope.training.trainer import Trainer
 
 SCRIPT = Path(__file__).parent / "synthetic.py"
@@ -181,13 +181,13 @@ def test_init_from_carries_over_what_fits_and_lists_the_rest(tmp_path):
         "recurrence.inter_loop_norm.weight starts fresh",
         "readout_map.norm.weight of the checkpoint is not used",
     ]
-    assert torch.equal(model.embedding.weight, load_model(tmp_path).embedding.weight)
+    assert torch.equal(model.embedding.weight, load(tmp_path).embedding.weight)
 
 
 def test_a_loaded_model_is_the_trained_one_in_evaluation_mode(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.train()
-    model = load_model(tmp_path)
+    model = load(tmp_path)
     assert not model.training
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True))
     assert checkpoint_path(tmp_path).name == "step-00000012"

@@ -57,12 +57,12 @@ examples:
         from loopscope.data.stream import covered_bytes, evaluation_batches
         from loopscope.data.tokenizers import load_tokenizer
         from loopscope.training.evaluate import evaluate_depths, score_batch
-        from loopscope.training.session import checkpoint_path, load_model, run_of
+        from loopscope.training.session import checkpoint_path, load, run_of
 
         torch.set_flush_denormal(True)
         run = run_of(self.target)
         config, tokenizer = run.config(), load_tokenizer(run.path / "tokenizer")
-        model = load_model(self.target)
+        model = load(self.target)
         depths = parse_depths(self.depths or f"1..{config.model.num_loops}")
         tokens = self._tokens(config, tokenizer)
         batches = evaluation_batches(tokens, config.sequence_length, self.batch, self.max_tokens)

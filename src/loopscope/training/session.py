@@ -99,8 +99,9 @@ def run_of(path: Path) -> RunFolder:
     return RunFolder(checkpoint_path(path).parent.parent)
 
 
-def load_model(path: Path) -> LoopedLM:
+def load(path: Path | str) -> LoopedLM:
     """The model of a run folder (its newest checkpoint) or of one checkpoint folder, in evaluation mode."""
+    path = Path(path)
     folder = checkpoint_path(path)
     model = build(run_of(path).config().model)
     checkpoint.load_model_tensors(model, checkpoint.load(folder).model_tensors(), folder)
