@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,38 +35,11 @@ from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from side_by_side import machine
 
-FLAGS = [
-    "--preset",
-    "demo",
-    "--tokenizer",
-    "bytes",
-    "--vocab-size",
-    "256",
-    "--width",
-    "32",
-    "--num-layers",
-    "1",
-    "--max-length",
-    "64",
-    "--batch",
-    "4",
-    "--threads",
-    "1",
-    "--depth",
-    "uniform",
-    "--schedule",
-    "cosine",
-    "--norm-penalty",
-    "0.01",
-    "--log-every",
-    "1",
-    "--eval-every",
-    "10",
-    "--eval-tokens",
-    "512",
-    "--save-every",
-    "1",
-]
+FLAGS = shlex.split(
+    "--preset demo --tokenizer bytes --vocab-size 256 --width 32 --num-layers 1 --max-length 64 --batch 4 --threads 1 "
+    "--depth uniform --schedule cosine --norm-penalty 0.01 "
+    "--log-every 1 --eval-every 10 --eval-tokens 512 --save-every 1"
+)
 MOST_STEPS_OF_A_LIFE = 8
 STEPS_PER_KILL = 10
 """More than a life can make, so that the run cannot finish before its last kill."""
@@ -89,7 +63,7 @@ class Kill:
     hit_save: bool
 
 
-class TrainingFailed(Exception):
+class TrainingError(Exception):
     """The run ended, or hung, where it should have gone on."""
 
 
@@ -124,9 +98,9 @@ class Training:
         """Whether this process has begun a checkpoint that is not whole."""
         return any(self.run.checkpoints.glob(f".step-*.{process.pid}"))
 
-    def failure(self, what: str) -> TrainingFailed:
+    def failure(self, what: str) -> TrainingError:
         """An error with the end of the log."""
-        return TrainingFailed(f"the run {what}; its last words:\n" + "\n".join(self.log.read_text().splitlines()[-12:]))
+        return TrainingError(f"the run {what}; its last words:\n" + "\n".join(self.log.read_text().splitlines()[-12:]))
 
 
 def kill_once(training: Training, moment: Moment, start_up: float, draw: random.Random) -> Kill:
@@ -204,7 +178,7 @@ def kill_and_finish(training: Training, kills: int, start_up: float, seed: int) 
     moments = draw.choices(list(SHARES), list(SHARES.values()), k=kills)
     done = []
     for index, moment in enumerate(["start-up", *moments[1:]] if kills else [], start=1):
-        kill = kill_once(training, moment, start_up, draw)  # type: ignore[arg-type]
+        kill = kill_once(training, moment, start_up, draw)
         done.append(kill)
         at = "before the first checkpoint" if kill.step is None else f"newest whole checkpoint {kill.step}"
         print(f"kill {index:3}/{kills} aimed at {moment:8} {at}{', a save half-written' * kill.hit_save}", flush=True)
@@ -240,7 +214,7 @@ def main(kills: int = 50, seed: int = 0) -> int:
     folder = Path(tempfile.mkdtemp(prefix="loopscope-kill-test-"))
     try:
         identical = compare_runs(folder, kills, seed)
-    except TrainingFailed as error:
+    except TrainingError as error:
         print(f"NOT RECOVERED: {error}")
         identical = False
     if identical:

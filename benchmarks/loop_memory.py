@@ -113,24 +113,18 @@ def report_memory(case: Case, *, tensors_alone: bool, target: float | None) -> b
 def report_time(case: Case, rounds: int) -> bool:
     """Print the time per loop; true when it is the same within the target over all numbers of loops."""
     run = training_step(case)
-    measured = {
-        k: one
-        for k, one in zip(
-            (FEW, SOME, MANY),
-            measure({f"K {k}": partial(run, k) for k in (FEW, SOME, MANY)}, rounds).values(),
-            strict=True,
-        )
-    }
+    counts = (FEW, SOME, MANY)
+    measured = measure({f"K {k}": partial(run, k) for k in counts}, rounds)
+    few = measured[f"K {FEW}"]
     middles = []
-    for k, one in measured.items():
-        middle, low, high = (ratio * FEW / k for ratio in one.ratio_to(measured[FEW]))
+    for k, one in zip(counts, measured.values(), strict=True):
+        middle, low, high = (ratio * FEW / k for ratio in one.ratio_to(few))
         milliseconds = statistics.median(one.seconds) / k * 1e3
         print(f"  {one.name:5} {milliseconds:8.1f} ms per loop, {middle:.3f} [{low:.3f}, {high:.3f}] of K {FEW}'s")
         middles.append(middle)
     spread = max(middles) / min(middles)
-    print(
-        f"  largest over smallest {spread:.3f}  target ≤ {TIME_TARGET:.2f}: {'met' if spread <= TIME_TARGET else 'MISSED'}"
-    )
+    verdict = "met" if spread <= TIME_TARGET else "MISSED"
+    print(f"  largest over smallest {spread:.3f}  target ≤ {TIME_TARGET:.2f}: {verdict}")
     return spread <= TIME_TARGET
 
 

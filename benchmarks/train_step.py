@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import tyro
@@ -61,9 +62,10 @@ class PlainLoopedLM(nn.Module):
         self.tokens = nn.Embedding.from_pretrained(ours.embedding.weight.detach().clone(), freeze=False)
         assert ours.positions is not None
         self.positions = nn.Embedding.from_pretrained(ours.positions.weight.detach().clone(), freeze=False)
-        self.layers = nn.ModuleList(PlainLayer(config.width, config.num_heads) for _ in range(config.num_layers))
+        layers = [PlainLayer(config.width, config.num_heads) for _ in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        for mine, theirs in zip(self.layers, ours.recurrence.core.layers, strict=True):
+        for mine, theirs in zip(layers, ours.recurrence.core.layers, strict=True):
             mine.load_from(theirs)
 
     def forward(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -168,7 +170,7 @@ def measure(case: Case, config: Config, rounds: int) -> tuple[Timings, float, fl
     for number, batch in enumerate(batches[:5]):  # into the regime in which denormals appear
         difference = abs(plain(*batch) - ours(*batch))
         assert number or difference < 1e-3, f"the two models differ by {difference} at the first step"
-    memory = [extra_peak_mib(lambda step=step: step(*batches[5])) for step in (ours, plain)]
+    our_mib, plain_mib = (extra_peak_mib(partial(step, *batches[5])) for step in (ours, plain))
     timings = Timings([], [], [], [])
     for batch in batches[6:]:
         timings.ours.append(_seconds(ours, batch))
@@ -178,7 +180,7 @@ def measure(case: Case, config: Config, rounds: int) -> tuple[Timings, float, fl
             torch.set_flush_denormal(False)
             timings.usual.append(_seconds(plain, batch))
             torch.set_flush_denormal(True)
-    return timings, memory[0], memory[1]
+    return timings, our_mib, plain_mib
 
 
 def _seconds(step: Step, batch: tuple[Tensor, Tensor]) -> float:

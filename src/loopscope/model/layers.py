@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopscope.config import ModelConfig
+from loopscope.model.kernels import RMSNorm, swiglu
 from loopscope.protocol import Cache, Slot
 
 
@@ -28,7 +29,7 @@ torch.utils._pytree.register_dataclass(Rotation)
 
 def make_norm(kind: str, width: int, eps: float) -> nn.Module:
     """RMSNorm h/√(mean h² + eps)·g, or LayerNorm, which also removes the mean and adds a bias."""
-    return nn.RMSNorm(width, eps=eps) if kind == "rmsnorm" else nn.LayerNorm(width, eps=eps)
+    return RMSNorm(width, eps=eps) if kind == "rmsnorm" else nn.LayerNorm(width, eps=eps)
 
 
 def rotation(positions_BT: Tensor, head_width: int, base: float) -> Rotation:
@@ -54,8 +55,8 @@ class Attention(nn.Module):
         self.head_width = config.width // config.num_heads
         self.qkv = nn.Linear(config.width, (self.num_heads + 2 * self.kv_heads) * self.head_width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot) -> Tensor:
         qkv_BTHC = self.qkv(x_BTD).unflatten(-1, (-1, self.head_width))
@@ -96,8 +97,7 @@ class FeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         hidden = self.up(x_BTD)
         if self.kind == "swiglu":
-            gate, value = hidden.chunk(2, dim=-1)
-            return self.out(F.silu(gate) * value)
+            return self.out(swiglu(hidden, self))
         return self.out(F.gelu(hidden) if self.kind == "gelu" else F.relu(hidden).square())
 
 

@@ -29,14 +29,17 @@ class Kernels:
     mask: int
     """Bytes of a dropout mask's entry: the CPU keeps the scaled factors, GPUs a boolean."""
     fused_rmsnorm: bool
-    """GPUs save an RMSNorm's input and 1/s only; the CPU's composite also saves h/s."""
+    """GPUs, and our own norm in float32 on CPUs, save an RMSNorm's input and 1/s only; a composite also saves h/s."""
+    own_kernels: bool
+    """Float32 on CPUs: our SwiGLU does not save silu(gate), and our norm leaves its input's layout as it is."""
 
 
 def kernels_of(device_type: str) -> Kernels:
-    """CUDA trains in bf16 autocast with fused kernels; elsewhere float32 and the CPU's composites are assumed."""
+    """CUDA trains in bf16 autocast with torch's kernels, CPUs in float32 with ours; elsewhere composites."""
     if device_type == "cuda":
-        return Kernels(compute=2, mask=1, fused_rmsnorm=True)
-    return Kernels(compute=FLOAT32, mask=FLOAT32, fused_rmsnorm=False)
+        return Kernels(compute=2, mask=1, fused_rmsnorm=True, own_kernels=False)
+    ours = device_type == "cpu"
+    return Kernels(compute=FLOAT32, mask=FLOAT32, fused_rmsnorm=ours, own_kernels=ours)
 
 
 class SavedTensors:
@@ -171,6 +174,7 @@ class SavedTensors:
             self.qk_norm(name, model.width + keys)
         if model.positions == "rope" or model.qk_norm:
             self.keep(f"{name}.qk", compute * (model.width + keys))
+        if model.positions == "rope" or (model.qk_norm and not self.kernels.own_kernels):
             # SDPA lays its output out like q, which is contiguous by heads now: merging the heads copies it.
             self.keep(f"{name}.merged", compute * model.width)
         if model.positions == "rope" and compute != FLOAT32:
@@ -186,7 +190,8 @@ class SavedTensors:
 
     def feed_forward(self, name: str) -> None:
         """Input, hidden layer, what the activation makes of it; SwiGLU: gate and value, silu(gate), their product."""
-        hidden = self.model.mlp_hidden * (4 if self.model.mlp == "swiglu" else 2)
+        tensors = (3 if self.kernels.own_kernels else 4) if self.model.mlp == "swiglu" else 2
+        hidden = self.model.mlp_hidden * tensors
         self.keep(f"{name}.input", self.kernels.compute * self.model.width)
         self.keep(f"{name}.hidden", self.kernels.compute * hidden)
 
