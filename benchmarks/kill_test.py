@@ -61,6 +61,8 @@ class Kill:
     step: int | None
     """The newest whole checkpoint afterwards."""
     hit_save: bool
+    went_on: bool
+    """The killed process had made a checkpoint of its own: it had recovered from the kill before."""
 
 
 class TrainingError(Exception):
@@ -115,22 +117,28 @@ def kill_once(training: Training, moment: Moment, start_up: float, draw: random.
     if code != -signal.SIGKILL:
         raise training.failure(f"ended by itself with exit code {code}")
     found = checkpoint.newest(training.run.checkpoints, lambda text: None)
-    if (found.step if found else -1) < before:
+    newest = found.step if found else -1
+    if newest < before:
         raise training.failure(f"lost checkpoint {before}")
-    return Kill(moment, found.step if found else None, training.half_written(process))
+    return Kill(moment, found.step if found else None, training.half_written(process), went_on=newest > before)
 
 
 def _wait_for(
     training: Training, process: subprocess.Popen[bytes], moment: Moment, start_up: float, draw: random.Random
 ) -> None:
+    newest = training.newest_step()
     if moment == "start-up":
-        time.sleep(draw.uniform(0.0, start_up))
+        kill_at = time.monotonic() + draw.uniform(0.0, start_up)
+        while time.monotonic() < kill_at and training.newest_step() == newest:  # start-up is over with a checkpoint
+            time.sleep(0.01)
         return
-    goal = training.newest_step() + draw.randint(1, MOST_STEPS_OF_A_LIFE)
+    goal = newest + draw.randint(1, MOST_STEPS_OF_A_LIFE)
     deadline = time.monotonic() + PATIENCE
     while training.newest_step() < goal or (moment == "save" and not training.half_written(process)):
-        if process.poll() is not None or time.monotonic() > deadline:
+        if process.poll() is not None:
             return
+        if time.monotonic() > deadline:
+            raise training.failure(f"made no checkpoint {goal} in {PATIENCE:.0f} s")
         time.sleep(0.0005)
     time.sleep(draw.uniform(0.0, 0.005 if moment == "save" else 0.1))
 
@@ -195,7 +203,11 @@ def compare_runs(folder: Path, kills: int, seed: int) -> bool:
     done = kill_and_finish(killed, kills, start_up, seed)
     aims = ", ".join(f"{count} at {moment}" for moment, count in Counter(kill.moment for kill in done).items())
     print(f"\n{len(done)} kills (aimed: {aims}); {sum(kill.hit_save for kill in done)} left a half-written save")
-    print(f"{len(done)} recoveries, finished at step {killed.newest_step()}")
+    lived = [kill.went_on for kill in done[1:]]
+    print(
+        f"restarts: {sum(lived)} made new checkpoints before the next kill, {lived.count(False)} were killed "
+        f"before they could, the last finished at step {killed.newest_step()}; none failed"
+    )
     if different := differences(whole, killed):
         print("DIFFERENT from the uninterrupted run: " + ", ".join(different))
         return False

@@ -8,7 +8,8 @@ writes the line of metrics. Norms are computed in every step, so they are timed 
 
     cost = (watched − plain) / (log_every · plain) + norms / plain
 
-at log_every = 10, the default. The figure is the median over pairs of neighbours. Exit code 1 when it is above the target.
+at log_every = 10, the default. The figure is the median over pairs of neighbours. Exit code 1 when it is above the
+target.
 """
 
 from __future__ import annotations

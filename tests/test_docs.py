@@ -82,6 +82,8 @@ def test_every_page_is_in_the_index():
 def test_every_json_field_is_documented(arguments, capsys):
     assert main([*arguments, "--json"]) == 0
     section = PAGES["json.md"].split(f"`loopscope {arguments[0]} --json`")[1].split("## ")[0]
+    if "(plan.md)" in section:
+        section += PAGES["plan.md"]
     result = json.loads(capsys.readouterr().out)
     nested = [key for value in result.values() if isinstance(value, list) for item in value for key in item]
     for key in {*result, *nested}:

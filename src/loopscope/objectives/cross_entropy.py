@@ -32,6 +32,8 @@ from loopscope.errors import DataError, UnsupportedError
 from loopscope.machine import Choice
 
 IGNORE_INDEX = -100
+UNDERFLOW = -80.0
+"""exp of much less is no normal float32 number, for which CPUs take many times as long; e^−80 counts as nothing."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class _Walk:
         target_logit_C1 = logits_CV.gather(1, target_C1)
         if self.margin_KN is not None:
             self.margin_KN.view(-1)[rows] = _top2_margin(logits_CV)
-        p_CV = logits_CV.sub_(top_C1).exp_()
+        p_CV = logits_CV.sub_(top_C1).clamp_(min=UNDERFLOW).exp_()
         z_C1 = p_CV.sum(-1, keepdim=True)
         lse_C1 = z_C1.log().add_(top_C1)
         self.lse_KN.view(-1)[rows] = lse_C1[:, 0]
