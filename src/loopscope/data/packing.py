@@ -27,6 +27,7 @@ import numpy as np
 from loopscope.data.corpora import Corpus, Split, joined
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import DataError
+from loopscope.runs import sync_folder
 
 SCHEMA_VERSION = 1
 SHARD_TOKENS = 1 << 27
@@ -152,10 +153,10 @@ def _build(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_
     partial.mkdir()
     try:
         manifest = _write(partial, corpus, split, tokenizer, on_progress)
-        _sync(partial)
+        sync_folder(partial)
         shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would not be packed again
         partial.rename(folder)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return PackedTokens(folder, manifest)
@@ -296,15 +297,6 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """A rename is on disk once its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
