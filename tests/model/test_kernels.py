@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import loopscope as ls
 from loopscope.errors import UnsupportedError
-from loopscope.model.kernels import RMSNorm, swiglu
+from loopscope.model.kernels import RMSNorm, norm_linear, swiglu_linear
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -42,15 +43,62 @@ def test_the_norm_takes_inputs_that_are_views():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_swiglu_equals_its_equation_in_value_and_gradient():
-    hidden, module = drawn(3, 4, 10), torch.nn.Identity()
-    gate, value = hidden.chunk(2, dim=-1)
-    plain = gate * torch.sigmoid(gate) * value
-    ours = swiglu(hidden, module)
+def assert_same_values_and_gradients(ours, plain, inputs):
     torch.testing.assert_close(ours, plain)
     weights = torch.randn_like(plain)
-    gradients = [torch.autograd.grad((weights * out).sum(), hidden)[0] for out in (ours, plain)]
-    torch.testing.assert_close(*gradients)
+    gradients = [torch.autograd.grad((weights * out).sum(), inputs) for out in (ours, plain)]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False, dtype=torch.float64)
+
+
+def test_swiglu_and_its_matrix_equal_their_equation_in_value_and_gradients():
+    hidden, out = drawn(3, 4, 10), linear(5, 7)
+    gate, value = hidden.chunk(2, dim=-1)
+    plain = F.linear(gate * torch.sigmoid(gate) * value, out.weight)
+    assert_same_values_and_gradients(swiglu_linear(hidden, out), plain, (hidden, out.weight))
+
+
+def test_a_norm_and_its_matrix_equal_their_equation_in_value_and_gradients():
+    x, norm, up = drawn(3, 4, 8), RMSNorm(8, eps=1e-6).double(), linear(8, 6)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    plain = F.linear(F.rms_norm(x, (8,), norm.weight, 1e-6), up.weight)
+    assert_same_values_and_gradients(norm_linear(x, norm, up), plain, (x, norm.weight, up.weight))
+
+
+def test_a_gain_of_zero_still_gets_its_gradient():
+    x, norm, up = drawn(3, 8), RMSNorm(8, eps=1e-6).double(), linear(8, 6)
+    with torch.no_grad():
+        norm.weight[2] = 0
+    plain = F.linear(F.rms_norm(x, (8,), norm.weight, 1e-6), up.weight)
+    assert_same_values_and_gradients(norm_linear(x, norm, up), plain, (x, norm.weight))
+
+
+def test_the_input_of_a_matrix_is_not_kept():
+    x, norm, up, out = drawn(3, 8), RMSNorm(8, eps=1e-6).double(), linear(8, 10), linear(5, 8)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        swiglu_linear(norm_linear(x, norm, up), out)
+    assert sorted(tensor.numel() for tensor in kept) == sorted([24, 8, 80, 3, 30, 40])  # x, g, W, r; hidden, W
+
+
+def test_hooks_on_the_modules_still_run_in_training():
+    """Somebody who hooks a projection must see it called, so such a layer takes the plain path."""
+    x, norm, up, out = drawn(3, 8), RMSNorm(8, eps=1e-6).double(), linear(8, 10), linear(5, 8)
+    seen = []
+    for module in (norm, up, out):
+        module.register_forward_hook(lambda module, _, __: seen.append(module))
+    swiglu_linear(norm_linear(x, norm, up), out)
+    assert seen == [norm, up, out]
+
+
+@pytest.mark.parametrize("other", [nn.Linear(8, 6, dtype=torch.float64), nn.Identity()], ids=["bias", "identity"])
+def test_other_maps_take_the_plain_path(other):
+    x, norm = drawn(3, 8), RMSNorm(8, eps=1e-6).double()
+    torch.testing.assert_close(norm_linear(x, norm, other), other(F.rms_norm(x, (8,), norm.weight, 1e-6)))
 
 
 def test_a_training_step_is_the_same_with_and_without_them(tiny, ids_BT):
@@ -66,13 +114,14 @@ def test_a_training_step_is_the_same_with_and_without_them(tiny, ids_BT):
 
 
 def test_second_derivatives_raise_in_training_mode_and_work_in_evaluation_mode():
-    norm, x = RMSNorm(8, eps=1e-6).double(), drawn(3, 8)
+    norm, out, x = RMSNorm(8, eps=1e-6).double(), linear(4, 8), drawn(3, 8)
     with pytest.raises(UnsupportedError, match=r"call model\.eval\(\)"):
         torch.autograd.grad(norm(x).pow(3).sum(), x, create_graph=True)
     with pytest.raises(UnsupportedError, match=r"call model\.eval\(\)"):
-        torch.autograd.grad(swiglu(x, norm).sum(), x, create_graph=True)
+        torch.autograd.grad(swiglu_linear(x, out).sum(), x, create_graph=True)
     norm.eval()
-    (first,) = torch.autograd.grad(norm(x).pow(3).sum() + swiglu(x, norm).sum(), x, create_graph=True)
+    out.eval()
+    (first,) = torch.autograd.grad(norm(x).pow(3).sum() + swiglu_linear(x, out).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     assert second.norm() > 0
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from loopscope.model.layers import FeedForward, Layer
 
@@ -46,10 +47,15 @@ def residual(placement, norms, branch, x, eps):
 def test_a_layer_is_attention_then_feed_forward_under_its_norm_placement(tiny, placement, norm):
     layer = build_layer(replace(tiny, norm_placement=placement, norm=norm))
     x_BTD = 3 * torch.randn(2, 5, tiny.width, dtype=torch.float64)
-    middle_BTD = residual(
-        placement, layer.attention_norms, lambda x: layer.attention(x, None, None, SLOT), x_BTD, tiny.norm_eps
-    )
-    expected_BTD = residual(placement, layer.feed_forward_norms, layer.feed_forward, middle_BTD, tiny.norm_eps)
+
+    def attention(x):
+        return layer.attention(x, nn.Identity(), None, None, SLOT)
+
+    def feed_forward(x):
+        return layer.feed_forward(x, nn.Identity())
+
+    middle_BTD = residual(placement, layer.attention_norms, attention, x_BTD, tiny.norm_eps)
+    expected_BTD = residual(placement, layer.feed_forward_norms, feed_forward, middle_BTD, tiny.norm_eps)
     torch.testing.assert_close(layer(x_BTD, None, None, SLOT), expected_BTD)
 
 
@@ -70,7 +76,8 @@ def test_a_feed_forward_computes_its_equation(tiny, kind):
     feed_forward = FeedForward(replace(tiny, mlp=kind)).double()
     x_BTD = 3 * torch.randn(2, 5, tiny.width, dtype=torch.float64)
     hidden = x_BTD @ feed_forward.up.weight.T
-    torch.testing.assert_close(feed_forward(x_BTD), ACTIVATIONS[kind](hidden) @ feed_forward.out.weight.T)
+    expected_BTD = ACTIVATIONS[kind](hidden) @ feed_forward.out.weight.T
+    torch.testing.assert_close(feed_forward(x_BTD, nn.Identity()), expected_BTD)
 
 
 @pytest.mark.parametrize(("branch", "other"), [("attention", "feed_forward"), ("feed_forward", "attention")])

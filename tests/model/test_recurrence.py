@@ -59,13 +59,13 @@ def test_the_exact_increment_of_one_sublayer_follows_pythagoras(tiny, ids_BT):
     model = ls.build(tiny, seed=0).double().eval()
     layer = model.recurrence.core.layers[0]
     u_BTD = unit_rms(torch.randn(*ids_BT.shape, tiny.width, dtype=torch.float64))
-    branch_BTD = layer.feed_forward(layer.feed_forward_norms.before(1e6 * u_BTD))
+    branch_BTD = layer.feed_forward(1e6 * u_BTD, layer.feed_forward_norms.norm)
     radial = (branch_BTD * u_BTD).mean(-1)
     tangential = (branch_BTD - radial[..., None] * u_BTD).square().mean(-1)
     for scale in (0.5, 3.0, 50.0):
         stream_BTD = scale * u_BTD
         new_BTD = layer.feed_forward_norms.after(
-            stream_BTD, layer.feed_forward(layer.feed_forward_norms.before(stream_BTD))
+            stream_BTD, layer.feed_forward(stream_BTD, layer.feed_forward_norms.norm)
         )
         expected = ((scale + radial) ** 2 + tangential).sqrt()
         torch.testing.assert_close(new_BTD.square().mean(-1).sqrt(), expected, rtol=1e-5, atol=1e-5)

@@ -312,7 +312,6 @@ def test_every_assumption_carries_its_reason():
     assert on_gpu.choices[0].reason == "given"
     assert all("assumed" in planned.choices[1].reason for planned in (on_cpu, on_gpu))
     assert [planned.choices[2].value for planned in (on_cpu, on_gpu)] == ["float32", "bfloat16"]
-    assert on_gpu.memory.activations < on_cpu.memory.activations
 
 
 @pytest.mark.parametrize(

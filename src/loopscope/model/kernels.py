@@ -1,11 +1,13 @@
-"""RMSNorm and SwiGLU with hand-written gradients: most of a CPU's training time outside matrix products.
+"""Hand-written gradients for what a CPU spends time and memory on outside matrix products.
 
-torch computes RMSNorm and SwiGLU on CPUs from many small operations, each a pass over memory, and saves what they leave
-behind. Here each has one node: fewer passes, fewer saved tensors. They are used in training only, where one backward
-pass is all that is asked for; in evaluation mode, where audits take forward-mode and second derivatives, and under
-compilation, the plain operations run. Tests prove that both give the same values and gradients.
+torch computes RMSNorm and SwiGLU on CPUs from many small operations, each a pass over memory, and keeps what they leave
+behind, as well as the input of every matrix product. Here linear(norm(x)) and linear(silu(gate)·value) have one node
+each, which keeps x or (gate, value) alone and makes the product's input again in the backward pass: a few passes over
+memory for a third of what autograd would keep. They are used in training only, where one backward pass is all that is
+asked for; in evaluation mode, where audits take forward-mode and second derivatives, and under compilation, the plain
+operations run. Tests prove that both give the same values and gradients.
 
-Shape legend: N tokens (all leading dimensions), D width, F hidden width of the feed-forward.
+Shape legend: N tokens (all leading dimensions), D width, F hidden width of the feed-forward, M outputs of a linear map.
 """
 
 from __future__ import annotations
@@ -38,21 +40,33 @@ class RMSNorm(nn.RMSNorm):
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
-def swiglu(hidden: Tensor, module: nn.Module) -> Tensor:
-    """silu(gate)·value of a hidden layer that holds gate and value side by side."""
-    if worthwhile(module, hidden):
-        return _SwiGLU.apply(hidden)
+def norm_linear(x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
+    """linear(norm(x)), without keeping norm(x) where the hand-written gradients run."""
+    if isinstance(norm, RMSNorm) and _untouched(norm, linear) and worthwhile(linear, x):
+        return _NormLinear.apply(x, norm.weight, linear.weight, norm.eps)
+    return linear(norm(x))
+
+
+def swiglu_linear(hidden: Tensor, linear: nn.Module) -> Tensor:
+    """linear(silu(gate)·value) of a hidden layer that holds gate and value side by side."""
+    if _untouched(linear) and worthwhile(linear, hidden):
+        return _SwiGLULinear.apply(hidden, linear.weight)
     gate, value = hidden.chunk(2, dim=-1)
-    return F.silu(gate) * value
+    return linear(F.silu(gate) * value)
+
+
+def _untouched(*modules: nn.Module) -> bool:
+    """A plain norm or a linear map without bias, and without hooks, which a call past `forward` would skip."""
+    plain = all(type(module) in (RMSNorm, nn.Linear) and getattr(module, "bias", None) is None for module in modules)
+    return plain and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With r = 1/√(mean x² + eps): dx = r·(g∘dy) − x·r³/d·⟨g∘dy, x⟩ and dg = Σ_n r·dy∘x."""
+    """Keeps x and r = 1/√(mean x² + eps); see `_norm_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+        inverse = _inverse_scale(x, eps)
         ctx.save_for_backward(x, gain_D, inverse)
         return (x * inverse).mul_(gain_D)
 
@@ -60,34 +74,70 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         _refuse_second_derivatives()
         x, gain_D, inverse = ctx.saved_tensors
-        width = x.shape[-1]
-        product_ND = (dy * x).reshape(-1, width)
-        inverse_N = inverse.reshape(-1)
-        d_gain_D = inverse_N @ product_ND
-        radial_N = (product_ND @ gain_D).mul_(inverse_N.pow(3)).div_(-width)
-        dx = (dy * gain_D).mul_(inverse)
-        return dx.addcmul_(x, radial_N.view(inverse.shape)), d_gain_D, None
+        return *_norm_backward(dy * gain_D, dy, x * inverse, gain_D, inverse), None
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Saves the hidden layer only; the gradient of both halves is written into one tensor."""
+class _NormLinear(torch.autograd.Function):
+    """y = (g∘û) Wᵀ with û = r·x: dW = dyᵀ(g∘û), and dy W is the gradient that the norm gets."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        gate, value = hidden.chunk(2, dim=-1)
-        return F.silu(gate).mul_(value)
+    def forward(ctx: Any, x: Tensor, gain_D: Tensor, weight_MD: Tensor, eps: float) -> Tensor:
+        inverse = _inverse_scale(x, eps)
+        ctx.save_for_backward(x, gain_D, weight_MD, inverse)
+        return F.linear((x * inverse).mul_(gain_D), weight_MD)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         _refuse_second_derivatives()
-        (hidden,) = ctx.saved_tensors
+        x, gain_D, weight_MD, inverse = ctx.saved_tensors
+        unit = x * inverse
+        normed = unit * gain_D
+        d_weight_MD = dy.flatten(0, -2).T @ normed.flatten(0, -2)
+        d_normed = dy @ weight_MD
+        d_unit = torch.mul(d_normed, gain_D, out=normed)
+        dx, d_gain_D = _norm_backward(d_unit, d_normed, unit, gain_D, inverse)
+        return dx, d_gain_D, d_weight_MD, None
+
+
+def _inverse_scale(x: Tensor, eps: float) -> Tensor:
+    """r = 1/√(mean x² + eps) of every token."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _norm_backward(
+    d_unit: Tensor, d_normed: Tensor, unit: Tensor, gain_D: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dx = r·(g∘dy − û·⟨g∘dy, û⟩/d) and dg = Σ_n dy∘û, with û = r·x; `d_unit` = g∘dy is overwritten."""
+    width = unit.shape[-1]
+    product_ND = (d_normed * unit).reshape(-1, width)
+    d_gain_D = product_ND.sum(0)
+    radial_N = torch.mv(product_ND, gain_D).div_(-width)
+    return d_unit.addcmul_(unit, radial_N.view(inverse.shape)).mul_(inverse), d_gain_D
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    """y = p Wᵀ with p = silu(gate)∘value; the gradient of both halves is written into one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight_MF: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight_MF)
         gate, value = hidden.chunk(2, dim=-1)
+        return F.linear(F.silu(gate).mul_(value), weight_MF)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        _refuse_second_derivatives()
+        hidden, weight_MF = ctx.saved_tensors
+        gate, value = hidden.chunk(2, dim=-1)
+        d_product = dy @ weight_MF
         d_hidden = torch.empty_like(hidden)
         d_gate, d_value = d_hidden.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), dy, out=d_value)
-        torch.ops.aten.silu_backward.grad_input(dy * value, gate, grad_input=d_gate)
-        return d_hidden
+        activated = F.silu(gate)
+        torch.mul(activated, d_product, out=d_value)
+        d_weight_MF = dy.flatten(0, -2).T @ activated.mul_(value).flatten(0, -2)
+        torch.ops.aten.silu_backward.grad_input(d_product.mul_(value), gate, grad_input=d_gate)
+        return d_hidden, d_weight_MF
 
 
 def _refuse_second_derivatives() -> None:

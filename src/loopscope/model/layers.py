@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopscope.config import ModelConfig
-from loopscope.model.kernels import RMSNorm, swiglu
+from loopscope.model.kernels import RMSNorm, norm_linear, swiglu_linear
 from loopscope.protocol import Cache, Slot
 
 
@@ -58,8 +58,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot) -> Tensor:
-        qkv_BTHC = self.qkv(x_BTD).unflatten(-1, (-1, self.head_width))
+    def forward(
+        self, x_BTD: Tensor, norm: nn.Module, rotary: Rotation | None, cache: Cache | None, slot: Slot
+    ) -> Tensor:
+        """attention(norm(x))."""
+        qkv_BTHC = norm_linear(x_BTD, norm, self.qkv).unflatten(-1, (-1, self.head_width))
         q, k, v = (part.transpose(1, 2) for part in qkv_BTHC.split([self.num_heads, self.kv_heads, self.kv_heads], 2))
         q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
@@ -94,23 +97,23 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(config.width, config.mlp_hidden * (2 if config.mlp == "swiglu" else 1), bias=False)
         self.out = nn.Linear(config.mlp_hidden, config.width, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        hidden = self.up(x_BTD)
+    def forward(self, x_BTD: Tensor, norm: nn.Module) -> Tensor:
+        """feed_forward(norm(x))."""
+        hidden = norm_linear(x_BTD, norm, self.up)
         if self.kind == "swiglu":
-            return self.out(swiglu(hidden, self))
+            return swiglu_linear(hidden, self.out)
         return self.out(F.gelu(hidden) if self.kind == "gelu" else F.relu(hidden).square())
 
 
 class PreNorm(nn.Module):
-    """x + f(norm(x)): the residual stream itself is never normalised, so the loop carries its scale."""
+    """x + f(norm(x)): the residual stream itself is never normalised, so the loop carries its scale.
+
+    `norm` is applied by the branch f itself, together with its first matrix.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config.norm, config.width, config.norm_eps)
-
-    def before(self, x_BTD: Tensor) -> Tensor:
-        """What the branch reads."""
-        return self.norm(x_BTD)
 
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         """How the branch's output joins the stream."""
@@ -139,7 +142,7 @@ class SandwichNorm(PreNorm):
         return x_BTD + self.branch_norm(branch_BTD)
 
 
-# A further placement (NormFormer, DeepNorm) is one class with `before` and `after`, and one line here.
+# A further placement (NormFormer, DeepNorm) is one class with `norm` and `after`, and one line here.
 NORM_PLACEMENTS: dict[str, type[PreNorm]] = {"pre": PreNorm, "sum": SumNorm, "sandwich": SandwichNorm}
 
 
@@ -154,9 +157,9 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot) -> Tensor:
-        branch_BTD = self.attention(self.attention_norms.before(x_BTD), rotary, cache, slot)
+        branch_BTD = self.attention(x_BTD, self.attention_norms.norm, rotary, cache, slot)
         x_BTD = self.attention_norms.after(x_BTD, self.dropout(branch_BTD))
-        branch_BTD = self.feed_forward(self.feed_forward_norms.before(x_BTD))
+        branch_BTD = self.feed_forward(x_BTD, self.feed_forward_norms.norm)
         return self.feed_forward_norms.after(x_BTD, self.dropout(branch_BTD))
 
 

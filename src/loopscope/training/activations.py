@@ -31,7 +31,7 @@ class Kernels:
     fused_rmsnorm: bool
     """GPUs, and our own norm in float32 on CPUs, save an RMSNorm's input and 1/s only; a composite also saves h/s."""
     own_kernels: bool
-    """Float32 on CPUs: our SwiGLU does not save silu(gate), and our norm leaves its input's layout as it is."""
+    """Float32 on CPUs: a matrix makes its normed or SwiGLU input again; the norm keeps its input's layout."""
 
 
 def kernels_of(device_type: str) -> Kernels:
@@ -166,7 +166,7 @@ class SavedTensors:
         """Input, q, k and v (one storage), output and log-sum-exp; new q and k where they are normed or rotated."""
         model, compute = self.model, self.kernels.compute
         keys = model.kv_heads * model.width // model.num_heads
-        self.keep(f"{name}.input", compute * model.width)
+        self.branch_input(name)
         self.keep(f"{name}.qkv", compute * (model.width + 2 * keys))
         self.keep(f"{name}.mixed", compute * model.width)
         self.keep(f"{name}.logsumexp", FLOAT32 * model.num_heads)
@@ -190,10 +190,15 @@ class SavedTensors:
 
     def feed_forward(self, name: str) -> None:
         """Input, hidden layer, what the activation makes of it; SwiGLU: gate and value, silu(gate), their product."""
-        tensors = (3 if self.kernels.own_kernels else 4) if self.model.mlp == "swiglu" else 2
+        tensors = (2 if self.kernels.own_kernels else 4) if self.model.mlp == "swiglu" else 2
         hidden = self.model.mlp_hidden * tensors
-        self.keep(f"{name}.input", self.kernels.compute * self.model.width)
+        self.branch_input(name)
         self.keep(f"{name}.hidden", self.kernels.compute * hidden)
+
+    def branch_input(self, name: str) -> None:
+        """norm(x), which the branch's first matrix reads, unless it is made again in backward."""
+        if not (self.kernels.own_kernels and self.model.norm == "rmsnorm"):
+            self.keep(f"{name}.input", self.kernels.compute * self.model.width)
 
     def dropout(self, name: str, input_bytes: int) -> None:
         """The mask; CPUs keep it in the dtype of the input."""
