@@ -15,6 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loopscope.auditing.result import AuditResult
+    from loopscope.auditing.run import AuditOptions, audit
+    from loopscope.auditing.search import Observable
     from loopscope.config import Config, ModelConfig, ObjectiveConfig, load_config
     from loopscope.errors import LoopscopeError
     from loopscope.inference.cache import KVCache
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "loopscope.auditing.result": ("AuditResult",),
+    "loopscope.auditing.run": ("AuditOptions", "audit"),
+    "loopscope.auditing.search": ("Observable",),
     "loopscope.config": ("Config", "ModelConfig", "ObjectiveConfig", "load_config"),
     "loopscope.errors": ("LoopscopeError",),
     "loopscope.inference.cache": ("KVCache",),
@@ -43,6 +49,8 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "AuditOptions",
+    "AuditResult",
     "Config",
     "KVCache",
     "LoopState",
@@ -54,8 +62,10 @@ __all__ = [
     "Objective",
     "ObjectiveConfig",
     "ObjectiveResult",
+    "Observable",
     "ReadoutLoss",
     "adapt",
+    "audit",
     "build",
     "load",
     "load_config",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -61,3 +61,14 @@ def progress(total: int, every: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda what: bar.update(task, advance=1, description=what)
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Numbers as a row of bars from the least to the largest; equal numbers make a flat line."""
+    low, high = min(values), max(values)
+    if not high - low > 1e-3 * max(abs(high), abs(low)):
+        return BARS[3] * len(values)
+    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in values)

@@ -1,0 +1,43 @@
+"""The radial clamp as a model: every token keeps the norm it had after the first loop. No training needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from loopscope.protocol import Cache, LoopedModel, LoopState
+
+NORM = "clamped_norm"
+"""Name of the carried norm."""
+
+
+class ClampedModel(nn.Module):
+    """A LoopedModel around another: from loop 2 on, h_k is rescaled to ‖h_1‖ of its token."""
+
+    def __init__(self, model: LoopedModel) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.num_loops = model.num_loops
+
+    @property
+    def head(self) -> Tensor:
+        """The wrapped model's."""
+        return self.model.head
+
+    def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
+        """The wrapped model's."""
+        return self.model.embed(ids_BT, cache)
+
+    def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+        """The wrapped model's loop, then the clamp."""
+        new: LoopState = self.model.loop(state, k, cache)
+        norm_BT1 = new.h_BTD.norm(dim=-1, keepdim=True)
+        kept_BT1 = state.carried.get(NORM, norm_BT1)
+        clamped_BTD = new.h_BTD * (kept_BT1 / norm_BT1.clamp(min=1e-30)) if NORM in state.carried else new.h_BTD
+        return replace(new, h_BTD=clamped_BTD, carried={**new.carried, NORM: kept_BT1})
+
+    def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
+        """The wrapped model's."""
+        return self.model.features(state, k, cache)

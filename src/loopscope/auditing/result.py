@@ -1,0 +1,109 @@
+"""What an audit says: dataclasses that are audit.json. See docs/audit.md for every field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from loopscope.auditing.activity import LoopActivity
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Which model was audited, and under which objective."""
+
+    name: str
+    num_loops: int
+    width: int
+    vocab_size: int
+    parameters: int
+    dtype: str
+    audited_in: str
+    step: int | None
+    supervised: list[int]
+    observables: list[str]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """The verdict on one variable of the state."""
+
+    name: str
+    verdict: str
+    """blind, visible, weak, removed, damped, memory or inert."""
+    visibility: float
+    delayed_visibility: float
+    activity: float
+    evidence: str
+    remedy: str | None
+    flag: str | None
+
+
+@dataclass(frozen=True)
+class BlindDirections:
+    """What the search found."""
+
+    dimension: int
+    agreement: float
+    states: int
+    spectrum: list[float]
+    gap: float | None
+    named: list[dict[str, Any]]
+    unnamed: int
+    loops: list[dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop: its exit's visibility, and its activity."""
+
+    supervised: bool
+    ce: float | None
+    radial_gradient_share: float | None
+    radial_gradient_quantiles: list[float] | None
+    activity: LoopActivity
+
+    def to_json(self) -> dict[str, Any]:
+        """Activity and exit side by side."""
+        own = {name: value for name, value in asdict(self).items() if name != "activity"}
+        return {**asdict(self.activity), **own}
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """The whole audit."""
+
+    model: Subject
+    verdict: str
+    """blind-spot or controlled."""
+    summary: str
+    variables: list[Variable]
+    blind_directions: BlindDirections
+    loops: list[Loop]
+    motion: str
+    alpha_sweep: dict[str, Any]
+    interventions: list[dict[str, Any]]
+    heaviest_tokens: list[dict[str, Any]]
+    checks: dict[str, Any] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+
+    def variable(self, name: str) -> Variable:
+        """The variable of that name."""
+        return next(variable for variable in self.variables if variable.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """audit.json; numbers that are not finite become null."""
+        plain = {**asdict(self), "loops": [loop.to_json() for loop in self.loops]}
+        return finite({"schema_version": SCHEMA_VERSION, **plain})
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: null instead, at any depth."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,385 @@
+"""One call that audits any looped model: measure, search, judge.
+
+Shape legend: B batch, T tokens, D width, V vocabulary, K loops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopscope.auditing import verdict as verdicts
+from loopscope.auditing.activity import loop_activity, motion
+from loopscope.auditing.interventions import INTERVENTIONS, intervened_cross_entropy
+from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject
+from loopscope.auditing.search import Observable, Search
+from loopscope.auditing.token_maps import TokenMaps, push, token_maps
+from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
+from loopscope.auditing.visibility import (
+    ALPHAS,
+    FIELDS,
+    Field,
+    alpha_sweep,
+    field_shares,
+    mean_cross_entropy,
+    raw_readout_control,
+)
+from loopscope.errors import ConfigError, DataError, ProtocolError
+from loopscope.protocol import LoopedModel, LoopState, readout
+
+Batch = Tensor | tuple[Tensor, Tensor]
+Supervised = str | Sequence[int] | None
+Progress = Callable[[str, float], None]
+
+SHARE_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+HEAVIEST = 5
+PRINCIPAL_COMPONENTS = 4
+DERIVATIVE_WRONG = 0.3
+"""Relative difference from which a derivative is not that of the function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """How much is looked at."""
+
+    states: int = 8
+    """Prefixes whose last token is searched for blind directions."""
+    prefix: int = 16
+    """Tokens of such a prefix."""
+    tokens: int = 512
+    """Tokens that norms, shares, sweeps and interventions are measured on."""
+    rollout: int = 30
+    """Loops that the activity is followed through."""
+    method: str = "auto"
+    """How reachability is decided: "dense" Jacobians, "matrix-free", or "auto" by width."""
+    seed: int = 0
+    """Which prefixes and probe directions are drawn."""
+
+    def matrix_free(self, width: int) -> bool:
+        """Dense Jacobians of a whole loop are affordable up to a width of about a thousand."""
+        if self.method not in ("auto", "dense", "matrix-free"):
+            raise ConfigError.of("method", self.method, "allowed: auto, dense, matrix-free")
+        return self.method == "matrix-free" or (self.method == "auto" and width > 1024)
+
+
+@dataclass
+class _Run:
+    """One audit under way."""
+
+    model: LoopedModel
+    network: nn.Module | None
+    ids_BT: Tensor
+    targets_BT: Tensor
+    supervised: list[int]
+    observables: Sequence[Observable]
+    fields: dict[str, Field]
+    options: AuditOptions
+    progress: Progress
+    notes: list[str] = field(default_factory=list)
+
+
+def audit(
+    model: LoopedModel,
+    batches: Iterable[Batch],
+    *,
+    supervised: Supervised = None,
+    observables: Sequence[Observable] = (),
+    fields: dict[str, Field] | None = None,
+    options: AuditOptions | None = None,
+    name: str | None = None,
+    step: int | None = None,
+    progress: Progress = lambda *_: None,
+) -> AuditResult:
+    """Which parts of the state are active in the loop and invisible to every loss, with evidence and remedy.
+
+    `batches` are ids (B, T) or pairs of ids and targets; without targets, each token predicts the next. `supervised`
+    says which loops get cross-entropy ("every-loop", "terminal" or a list), `observables` what other loss terms see.
+    The model comes back as it was.
+    """
+    started = time.perf_counter()
+    options = options or AuditOptions()
+    ids_BT, targets_BT = _gather(batches, options)
+    loops = supervised_loops(supervised, model.num_loops)
+    network = network_of(model)
+    run = _Run(model, network, ids_BT, targets_BT, loops, observables, {**FIELDS, **(fields or {})}, options, progress)
+    dtype = widest_affordable(network)
+    with borrowed(network):
+        try:
+            with widened(network, dtype):
+                parts = _measure(run)
+        except RuntimeError as error:
+            if dtype is None or not any(word in str(error) for word in ("dtype", "scalar type")):
+                raise
+            run.notes.append(f"the model does not run in {dtype}, so it was audited in its own dtype ({error})")
+            parts = _measure(run)
+    subject = _subject(run, parts["states"], name, step)
+    return _assemble(run, subject, parts, time.perf_counter() - started)
+
+
+def supervised_loops(supervised: Supervised, num_loops: int) -> list[int]:
+    """The loops that get cross-entropy, checked."""
+    if supervised in (None, "every-loop"):
+        return list(range(1, num_loops + 1))
+    if supervised == "terminal":
+        return [num_loops]
+    if isinstance(supervised, str):
+        raise ConfigError.of("supervised", supervised, 'allowed: "every-loop", "terminal", or a list of loops')
+    loops = sorted(set(supervised or ()))
+    if not loops or loops[0] < 1 or loops[-1] > num_loops:
+        raise ConfigError.of("supervised", supervised, f"loops are counted from 1 to {num_loops}")
+    return loops
+
+
+def _gather(batches: Iterable[Batch], options: AuditOptions) -> tuple[Tensor, Tensor]:
+    """Rows of all batches, cropped to one length, in an order of their own: that of the batches does not matter."""
+    rows = [row for batch in batches for row in _rows(batch)]
+    if not rows:
+        raise DataError("an audit needs at least one batch of token ids; got none")
+    length = min(len(ids) for ids, _ in rows)
+    if length < 2:
+        raise DataError("an audit needs sequences of at least two tokens")
+    length = min(length, max(options.prefix, options.tokens))
+    rows = sorted(((ids[:length], targets[:length]) for ids, targets in rows), key=lambda row: row[0].tolist())
+    count = max(1, min(len(rows), options.tokens // length))
+    chosen = [rows[index * len(rows) // count] for index in range(count)]
+    return torch.stack([ids for ids, _ in chosen]), torch.stack([targets for _, targets in chosen])
+
+
+def _rows(batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    ids_BT, targets_BT = batch if isinstance(batch, (tuple, list)) else (batch, None)
+    if not isinstance(ids_BT, Tensor) or ids_BT.dim() != 2 or ids_BT.is_floating_point():
+        got = f"{tuple(ids_BT.shape)} of {ids_BT.dtype}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
+        raise DataError(f"a batch must be a (batch, tokens) tensor of ids, or a pair with targets; got {got}")
+    if targets_BT is None:
+        ids_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
+    if targets_BT.shape != ids_BT.shape:
+        raise DataError(f"targets {tuple(targets_BT.shape)} do not match ids {tuple(ids_BT.shape)}")
+    return list(zip(ids_BT, targets_BT, strict=True))
+
+
+def _measure(run: _Run) -> dict[str, Any]:
+    """Everything that runs the model."""
+    parts: dict[str, Any] = {}
+    with torch.no_grad():
+        run.progress("activity", 0.0)
+        states = parts["states"] = _roll_out(run)
+        parts["motion"] = motion(states)
+        parts["causal"] = _is_causal(run, states)
+    parts["loops"] = [_loop(run, states, k) for k in range(1, len(states))]
+    run.progress("visibility", 0.2)
+    num_loops = run.model.num_loops
+    sweeps = [
+        {"k": k, "ce": alpha_sweep(run.model, states[k], k, run.targets_BT)} for k in _first_and_last(run.supervised)
+    ]
+    parts["alpha_sweep"] = {"alphas": list(ALPHAS), "loops": sweeps}
+    run.progress("interventions", 0.35)
+    before = parts["loops"][num_loops - 1].ce
+    parts["interventions"] = []
+    for name, rewrite in INTERVENTIONS.items():
+        ce = intervened_cross_entropy(run.model, run.ids_BT, run.targets_BT, num_loops, rewrite)
+        parts["interventions"].append({"name": name, "ce": ce, "delta_ce": ce - before})
+    parts["heaviest_tokens"] = _heaviest(run.ids_BT, states[num_loops].h_BTD)
+    parts["control"] = raw_readout_control(states[num_loops].h_BTD, run.targets_BT)
+    parts["search"] = _search(run)
+    return parts
+
+
+def _roll_out(run: _Run) -> list[LoopState]:
+    """h_0 … h_rollout, each checked."""
+    states = [run.model.embed(run.ids_BT)]
+    _check_state(states[0].h_BTD, "embed(ids)", 0)
+    for k in range(1, max(run.options.rollout, run.model.num_loops + 1) + 1):
+        before = states[-1].h_BTD
+        version = before._version
+        state = run.model.loop(states[-1], k)
+        if before._version != version:
+            raise ProtocolError(f"loop {k} changes its input h_{k - 1} in place; clone it first")
+        if state.h_BTD.shape != before.shape:
+            raise ProtocolError(
+                f"loop {k} changed the shape of the state from {tuple(before.shape)} to {tuple(state.h_BTD.shape)}"
+            )
+        if k > run.model.num_loops and not state.h_BTD.isfinite().all():
+            run.notes.append(f"loop {k}, beyond the trained depth, leaves NaN or infinity: the rollout stops there")
+            break
+        _check_state(state.h_BTD, f"loop {k}", k)
+        states.append(state)
+    return states
+
+
+def _check_state(h_BTD: Tensor, what: str, k: int) -> None:
+    if not h_BTD.is_floating_point():
+        raise ProtocolError(f"{what} returns a state h_{k} of {h_BTD.dtype}: a state must be real numbers")
+    if not h_BTD.isfinite().all():
+        raise ProtocolError(f"{what} leaves NaN or infinity in the state h_{k}")
+
+
+def _is_causal(run: _Run, states: list[LoopState]) -> bool:
+    """Whether a token's state stays the same when the last token is cut off."""
+    ids_BT = run.ids_BT[:1]
+    if ids_BT.shape[1] < 2:
+        return True
+    state = run.model.loop(run.model.embed(ids_BT[:, :-1]), 1)
+    whole = states[1].h_BTD[:1, :-1]
+    causal = bool((state.h_BTD - whole).norm() <= 1e-4 * whole.norm())
+    if not causal:
+        run.notes.append("the state of a token depends on later tokens: the model is not causal")
+    return causal
+
+
+def _loop(run: _Run, states: list[LoopState], k: int) -> Loop:
+    following = states[k + 1].h_BTD if k + 1 < len(states) else None
+    activity = loop_activity(k, states[k].h_BTD, following)
+    with torch.no_grad():
+        version = states[k].h_BTD._version
+        logits_BTV = readout(run.model, states[k], k)
+        if states[k].h_BTD._version != version:
+            raise ProtocolError(f"the readout at loop {k} changes its state h_{k} in place; clone it first")
+        vocab_size = readout(run.model, states[1], 1).shape[-1] if k > 1 else logits_BTV.shape[-1]
+        if logits_BTV.shape[-1] != vocab_size:
+            raise ProtocolError(f"the readout at loop {k} has {logits_BTV.shape[-1]} logits, at loop 1 {vocab_size}")
+        if int(run.targets_BT.max()) >= vocab_size:
+            raise DataError(f"target {int(run.targets_BT.max())} is outside the {vocab_size} logits of loop {k}")
+        ce = mean_cross_entropy(logits_BTV, run.targets_BT)
+    if k > run.model.num_loops:
+        return Loop(False, ce, None, None, activity)
+    shares = field_shares(run.model, states[k], k, run.targets_BT).abs()
+    quantiles = torch.quantile(shares, torch.tensor(SHARE_QUANTILES, dtype=shares.dtype, device=shares.device))
+    return Loop(k in run.supervised, ce, float(shares.median()), quantiles.tolist(), activity)
+
+
+def _first_and_last(loops: list[int]) -> list[int]:
+    return sorted({loops[0], loops[-1]})
+
+
+def _heaviest(ids_BT: Tensor, h_BTD: Tensor) -> list[dict[str, Any]]:
+    """The tokens with the largest final norm, once each."""
+    norm_N = h_BTD.flatten(0, 1).double().norm(dim=-1)
+    middle = float(norm_N.median())
+    found: dict[int, dict[str, Any]] = {}
+    for index in norm_N.argsort(descending=True).tolist():
+        token = int(ids_BT.flatten()[index])
+        size = float(norm_N[index])
+        found.setdefault(
+            token,
+            {
+                "token": token,
+                "text": None,
+                "position": index % ids_BT.shape[1],
+                "norm": size,
+                "ratio": size / max(middle, 1e-300),
+            },
+        )
+        if len(found) == HEAVIEST:
+            break
+    return list(found.values())
+
+
+def _search(run: _Run) -> tuple[BlindDirections, list[Any]]:
+    """Sample prefixes, examine each, and sum up."""
+    options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
+    count = min(options.states, run.ids_BT.numel())
+    rows, lengths = _prefixes(run.ids_BT, options, count, generator)
+    width = run.model.embed(run.ids_BT[:1, :1]).h_BTD.shape[-1]
+    search = Search(
+        run.model, run.supervised, run.observables, matrix_free=options.matrix_free(width), seed=options.seed
+    )
+    findings: verdicts.Findings = []
+    states_at: dict[int, list[Tensor]] = {k: [] for k in search.audited}
+    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        run.progress("search", 0.4 + 0.6 * index / count)
+        token = token_maps(run.model, run.ids_BT[row, :length], search.deepest)
+        if index == 0:
+            _check_derivatives(run, token, search)
+        findings.append(search.examine(token, run.fields))
+        for k in search.audited:
+            states_at[k].append(token.h_D(k).double())
+    components_DC = _principal_components(torch.stack([h_D for states in states_at.values() for h_D in states]))
+    found = verdicts.blind_directions(findings, components_DC, states_at)
+    return found, verdicts.variables(findings, found)
+
+
+def _prefixes(
+    ids_BT: Tensor, options: AuditOptions, count: int, generator: torch.Generator
+) -> tuple[list[int], list[int]]:
+    """Rows and lengths of the sampled prefixes: any row, half of the asked length to the whole."""
+    longest = min(options.prefix, ids_BT.shape[1])
+    rows = torch.randint(len(ids_BT), (count,), generator=generator).tolist()
+    return rows, torch.randint((longest + 1) // 2, longest + 1, (count,), generator=generator).tolist()
+
+
+def _check_derivatives(run: _Run, token: TokenMaps, search: Search) -> None:
+    """Derivatives against finite differences: a detach or no_grad inside would look like a removed variable."""
+    h_D = token.h_D(0)
+    direction_D = torch.randn(len(h_D), generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(h_D)
+    for k in range(1, run.model.num_loops + 1):
+        checks = {
+            f"loop {k}": (token.h_D(k - 1), lambda h, k=k: token.loop(h, k)),
+            f"readout at loop {k}": (token.h_D(k), lambda h, k=k: token.shown(h, k)),
+        }
+        for what, (h_D, function) in checks.items():
+            _check_derivative(what, function, h_D, direction_D * h_D.norm() / direction_D.norm())
+
+
+def _check_derivative(what: str, function: Callable[[Tensor], Tensor], h_D: Tensor, direction_D: Tensor) -> None:
+    size = 1e-5 if h_D.dtype == torch.float64 else 1e-2
+    with torch.no_grad():
+        ahead, behind = function(torch.stack([h_D + size * direction_D, h_D - size * direction_D])).double()
+    difference = (ahead - behind) / (2 * size)
+    (tangent,) = push(lambda h_RD: [function(h_RD)], h_D, direction_D[None])
+    wrong = float((tangent[0].double() - difference).norm())
+    if float(difference.norm()) > 1e-6 * float(ahead.norm()) and wrong > DERIVATIVE_WRONG * float(difference.norm()):
+        raise ProtocolError(
+            f"the {what} depends on its state h but does not pass on its derivative (a detach or no_grad inside?): "
+            "nothing can be said about what it hides or carries"
+        )
+
+
+def _principal_components(states_SD: Tensor) -> Tensor:
+    centred_SD = states_SD - states_SD.mean(0)
+    _, _, right = torch.linalg.svd(centred_SD, full_matrices=False)
+    return right[:PRINCIPAL_COMPONENTS].T
+
+
+def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | None) -> Subject:
+    weights = [] if run.network is None else list(run.network.parameters())
+    audited_in = states[0].h_BTD.dtype
+    own = weights[0].dtype if weights else audited_in
+    with borrowed(run.network), torch.no_grad():
+        vocab_size = readout(run.model, run.model.loop(run.model.embed(run.ids_BT[:1, :2]), 1), 1).shape[-1]
+    return Subject(
+        name=name or type(run.network if run.network is not None else run.model).__name__,
+        num_loops=run.model.num_loops,
+        width=states[0].h_BTD.shape[-1],
+        vocab_size=vocab_size,
+        parameters=sum(weight.numel() for weight in weights),
+        dtype=str(own).removeprefix("torch."),
+        audited_in=str(audited_in).removeprefix("torch."),
+        step=step,
+        supervised=run.supervised,
+        observables=[observable.name for observable in run.observables],
+    )
+
+
+def _assemble(run: _Run, subject: Subject, parts: dict[str, Any], seconds: float) -> AuditResult:
+    found, known = parts["search"]
+    blind = found.dimension or any(variable.verdict == "blind" for variable in known)
+    verdict = "blind-spot" if blind else "controlled"
+    return AuditResult(
+        model=subject,
+        verdict=verdict,
+        summary=verdicts.summary(verdict, found, known),
+        variables=known,
+        blind_directions=found,
+        loops=parts["loops"],
+        motion=parts["motion"],
+        alpha_sweep=parts["alpha_sweep"],
+        interventions=parts["interventions"],
+        heaviest_tokens=parts["heaviest_tokens"],
+        checks={"raw_readout_control": parts["control"], "causal": parts["causal"], "notes": run.notes},
+        cost={"seconds": seconds},
+    )

@@ -1,0 +1,443 @@
+"""The search for blind directions: what a loop carries on, an earlier loop writes, and no loss sees.
+
+A looped model is taken apart as a control engineer takes a system apart, at the state h_k of one token at a time:
+
+    hidden      J v ≈ 0, J = Jacobian of the centred logits at loop k, stacked with what other loss terms see
+    carried     the next loops pass v on: neither removed at once nor damped by more than 5 % a loop
+    reachable   v is in the range of the Jacobian of loop k, which wrote h_k, up to hidden directions that are removed
+    read        some later loop's logits depend on v; otherwise it is inert
+    unshown     no later supervised readout shows v: neither at this state nor where the loops carry it
+
+A direction with all five is **blind**: training moves it, depth carries it, and no exit's loss answers for it. Where
+the loop forgets the state's overall scale (an inter-loop norm), such a direction is bounded: a memory, and no alarm.
+Lemma 1 of arXiv 2606.24898 is the special case v = h, J = Jacobian through RMSNorm.
+
+Decisions are made on singular values themselves. Visibility is measured in the uniform metric on centred logits:
+weighting by the model's own probabilities gives false alarms where softmax saturates. Reachable is membership in a
+range, never energy along a direction, which norm gains can fake.
+
+Shape legend: N hidden directions, C directions under test, R rows, D width, F features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from loopscope.auditing.token_maps import TokenMaps, jacobian, pull, push
+from loopscope.errors import ProtocolError
+from loopscope.protocol import LoopedModel, own_readout
+
+HIDDEN = 1e-3
+"""A singular value below this share of the median shows nothing that training could use."""
+WEAK = 3e-2
+"""Below this share it shows something, but little."""
+NOTHING = 1e-6
+"""Below this share of the largest, a singular value is zero; the median is taken over the others."""
+CARRIED = 1e-3
+"""A direction that the next loop shrinks to less than this share of what it leaves of others is removed."""
+DAMPED = 0.95
+"""Gain per loop below which a direction dies out by itself."""
+REACH = 1e-2
+"""A unit direction this close to the range of the previous loop's Jacobian is one it can write."""
+RANGE = 1e-4
+"""Singular values below this share of the median do not count as range: a bounded solution is asked for."""
+READ = 1e-9
+"""Share of an average direction's effect on later logits below which nothing reads a direction (float64)."""
+READ_SINGLE = 1e-5
+"""The same in float32."""
+UNSHOWN = 1e-2
+"""Share of a carried direction that must still be hidden at a later supervised loop."""
+LATER_LOOPS = 4
+"""Loops after k through which a direction is followed."""
+PROBES = 8
+"""Random directions that say what an average one does."""
+
+CLASSES = ("removed", "unreachable", "damped", "inert", "shown_later", "memory", "blind")
+"""What becomes of a hidden direction, in the order of the questions."""
+
+
+@dataclass(frozen=True)
+class Observable:
+    """What a loss term besides cross-entropy sees of a state: any function h_BTD → (B, T, …)."""
+
+    name: str
+    of: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What the readout of one loop shows of a state: singular values and the directions it hides."""
+
+    k: int
+    spectrum: Tensor
+    """Singular values over the median of those that are not zero, descending."""
+    reference: float
+    """That median."""
+    gram_DD: Tensor
+    """JᵀJ."""
+    basis_DN: Tensor
+    """Orthonormal basis of the hidden directions."""
+
+    @property
+    def weak(self) -> int:
+        """Directions that are shown, but little."""
+        return int(((self.spectrum > HIDDEN) & (self.spectrum <= WEAK)).sum())
+
+    def visibility(self, direction_D: Tensor) -> float:
+        """‖J v‖ of a unit direction over the median singular value."""
+        return float((direction_D @ self.gram_DD @ direction_D).clamp(min=0).sqrt()) / self.reference
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a subspace of hidden directions: how many end in each class, and a basis of the last ones."""
+
+    counts: dict[str, int]
+    blind_DC: Tensor
+    memory_DC: Tensor
+    gain: float
+    """Largest gain of the subspace through the next loop."""
+    delayed: float
+    """Largest effect on the logits of the next loops, over that of an average direction."""
+
+
+@dataclass(frozen=True)
+class StateFindings:
+    """One state at one loop."""
+
+    hidden: Hidden
+    fate: Fate
+    fields: dict[str, FieldFinding] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FieldFinding:
+    """A named direction field (scale, mean, a user's own) at one state."""
+
+    verdict: str
+    visibility: float
+    delayed: float
+    activity: float
+
+
+class LogitMetric:
+    """The length ‖centred logits‖/√V of changes of features: with G = (WᵀW − V·w̄w̄ᵀ)/V = SSᵀ, that of rows t is ‖t S‖.
+
+    w̄ is the mean row of the head. A model with a readout of its own gives logits, which are centred as they are.
+    """
+
+    def __init__(self, model: LoopedModel) -> None:
+        self.root_FF: Tensor | None = None
+        if own_readout(model) is None:
+            head_VF = model.head.detach().double()
+            head_VF = head_VF - head_VF.mean(0)
+            squares_F, vectors_FF = torch.linalg.eigh(head_VF.T @ head_VF / len(head_VF))
+            self.root_FF = vectors_FF * squares_F.clamp(min=0).sqrt()
+
+    def logits(self, tangents_RF: Tensor) -> Tensor:
+        """Rows whose inner products are those of the logit changes."""
+        tangents_RF = tangents_RF.double()
+        if self.root_FF is not None:
+            return tangents_RF @ self.root_FF
+        return (tangents_RF - tangents_RF.mean(-1, keepdim=True)) / tangents_RF.shape[-1] ** 0.5
+
+
+class Search:
+    """The questions, asked of one model under one objective."""
+
+    def __init__(
+        self,
+        model: LoopedModel,
+        supervised: Sequence[int],
+        observables: Sequence[Observable] = (),
+        *,
+        matrix_free: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.metric = LogitMetric(model)
+        self.supervised, self.observables, self.matrix_free = sorted(supervised), observables, matrix_free
+        self.num_loops = self.supervised[-1]
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def audited(self) -> list[int]:
+        """Supervised loops whose state goes on in training; if only the last is supervised, that one."""
+        return [k for k in self.supervised if k < self.num_loops] or [self.num_loops]
+
+    @property
+    def deepest(self) -> int:
+        """The last loop that any question runs."""
+        return max(self.audited) + max(LATER_LOOPS, self.num_loops - min(self.audited))
+
+    def examine(self, token: TokenMaps, fields: dict[str, Callable[[Tensor], Tensor]]) -> dict[int, StateFindings]:
+        """All audited loops of one token."""
+        hidden = {k: self.hidden(token, k) for k in self.supervised}
+        findings = {}
+        for k in self.audited:
+            question = _Question(self, token, k, hidden)
+            fate = question.fate(hidden[k].basis_DN)
+            h_D = token.h_D(k).double()
+            named = {name: question.field(_unit(of(h_D))) for name, of in fields.items()}
+            findings[k] = StateFindings(hidden[k], fate, named)
+        return findings
+
+    def hidden(self, token: TokenMaps, k: int, at: int | None = None) -> Hidden:
+        """The singular values of what the readout of loop k shows (of the state of loop `at`), from its Gram matrix.
+
+        At a scale of at least 1: below it a norm's eps leaks, eps/(s² + eps), and an untrained model would pass for a
+        visible one until its scale has grown.
+        """
+        h_D = token.h_D(k if at is None else at)
+        if not h_D.any():
+            raise ProtocolError(f"loop {k} leaves a state h_{k} of zeros, which has no direction")
+        h_D = h_D / (h_D.norm() / len(h_D) ** 0.5).clamp(min=1e-30, max=1.0)
+        identity_DD = torch.eye(len(h_D), dtype=h_D.dtype, device=h_D.device)
+        (tangents_DF,) = push(lambda h_RD: [token.shown(h_RD, k)], h_D, identity_DD)
+        logits_DF = self.metric.logits(tangents_DF)
+        gram_DD = logits_DF @ logits_DF.T
+        if not gram_DD.isfinite().all():
+            raise ProtocolError(f"the readout at loop {k} has a derivative that is NaN or infinite")
+        if gram_DD.diagonal().sum() == 0:
+            raise ProtocolError(f"the readout at loop {k} does not depend on the state h_{k}: its derivative is zero")
+        for observable in self.observables:
+            seen_FD = jacobian(_of_rows(observable), h_D)
+            gram_DD = gram_DD + seen_FD.T @ seen_FD
+        squares_D, vectors_DD = torch.linalg.eigh(gram_DD)
+        singular_D = squares_D.clamp(min=0).sqrt()
+        reference = float(singular_D[singular_D > NOTHING * singular_D[-1]].median())
+        spectrum_D = singular_D / reference
+        return Hidden(k, spectrum_D.flip(0), reference, gram_DD, vectors_DD[:, spectrum_D <= HIDDEN])
+
+
+def _of_rows(observable: Observable) -> Callable[[Tensor], Tensor]:
+    return lambda h_RD: observable.of(h_RD[:, None]).flatten(1)
+
+
+class _Question:
+    """One state at one loop: follows directions through the loops before and after it."""
+
+    def __init__(self, search: Search, token: TokenMaps, k: int, hidden: dict[int, Hidden]) -> None:
+        self.search, self.token, self.k, self.hidden = search, token, k, hidden
+        self.h_D = token.h_D(k)
+        probes_RD = torch.randn(PROBES, len(self.h_D), generator=search.generator, dtype=torch.float64)
+        probes_RD = probes_RD.to(self.h_D.device) / probes_RD.norm(dim=-1, keepdim=True).to(self.h_D.device)
+        carried, effects = self._follow(probes_RD)
+        self.usual_gain = float(carried[0].norm(dim=-1).median())
+        self.usual_effect = float(torch.cat(effects, dim=-1).norm(dim=-1).median())
+        self.read_floor = READ if self.h_D.dtype == torch.float64 else READ_SINGLE
+        self._range: Tensor | None = None
+        self._bounded: bool | None = None
+        self._outside_removed_DC: Tensor | None = None
+
+    def field(self, unit_D: Tensor) -> FieldFinding:
+        """Verdict on one named direction."""
+        visibility = self.hidden[self.k].visibility(unit_D)
+        fate = self.fate(unit_D[:, None])
+        if visibility > WEAK:
+            verdict = "visible"
+        elif visibility > HIDDEN:
+            verdict = "weak"
+        else:
+            verdict = next(name for name in CLASSES if fate.counts[name])
+        return FieldFinding(_PUBLIC.get(verdict, verdict), visibility, fate.delayed, fate.gain)
+
+    def fate(self, basis_DC: Tensor) -> Fate:
+        """Sort a subspace into classes: each question takes some directions away."""
+        counts = dict.fromkeys(CLASSES, 0)
+        nothing_DC = basis_DC[:, :0]
+        if basis_DC.shape[1] == 0:
+            return Fate(counts, nothing_DC, nothing_DC, 0.0, 0.0)
+        carried, effects = self._follow(basis_DC.T)
+        gain = float(torch.linalg.matrix_norm(carried[0], ord=2))
+        delayed = float(torch.linalg.matrix_norm(torch.cat(effects, dim=-1), ord=2)) / self.usual_effect
+        rest = torch.eye(basis_DC.shape[1], dtype=torch.float64, device=basis_DC.device)
+        for name, question in self._questions(basis_DC, carried, effects):
+            kept = question(rest)
+            counts[name] = rest.shape[1] - kept.shape[1]
+            rest = kept
+            if rest.shape[1] == 0:
+                break
+        left_DC = basis_DC @ rest
+        bounded = rest.shape[1] > 0 and self.bounded
+        counts["memory" if bounded else "blind"] = rest.shape[1]
+        blind_DC, memory_DC = (nothing_DC, left_DC) if bounded else (left_DC, nothing_DC)
+        return Fate(counts, blind_DC, memory_DC, gain, delayed)
+
+    def _questions(
+        self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor]
+    ) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+        """Each maps coordinates (in `basis_DC`) of the directions left to those that pass."""
+        return [
+            ("removed", lambda rest: self._kept(carried[0].T, rest, CARRIED * self.usual_gain)),
+            ("unreachable", lambda rest: self._reachable(basis_DC, rest)),
+            ("damped", lambda rest: self._undamped(carried, rest)),
+            ("inert", lambda rest: self._read(effects, rest)),
+            ("shown_later", lambda rest: self._unshown(basis_DC, carried, rest)),
+        ]
+
+    def _follow(self, rows_RD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Images of directions after 1, 2, … loops, and their effects on the logits there."""
+        later = max(LATER_LOOPS, self.search.num_loops - self.k)
+
+        def loops_and_readouts(h_RD: Tensor) -> list[Tensor]:
+            states = self.token.loops(h_RD, self.k, later)
+            shown = [self.token.shown(state_RD, self.k + m) for m, state_RD in enumerate(states, start=1)]
+            return [*states, *shown]
+
+        pushed = push(loops_and_readouts, self.h_D, rows_RD)
+        for index, image in enumerate(pushed):
+            if not image.isfinite().all():
+                what = f"{'loop' if index < later else 'readout at loop'} {self.k + 1 + index % later}"
+                raise ProtocolError(f"the {what} has a derivative with respect to h_{self.k} that is NaN or infinite")
+        return [image.double() for image in pushed[:later]], [
+            self.search.metric.logits(rows) for rows in pushed[later:]
+        ]
+
+    @staticmethod
+    def _kept(image_DC: Tensor, rest: Tensor, floor: float) -> Tensor:
+        """Directions that a linear map does not shrink below `floor`."""
+        _, gains, right = torch.linalg.svd(image_DC @ rest, full_matrices=False)
+        return rest @ right.T[:, gains > floor]
+
+    def _undamped(self, carried: list[Tensor], rest: Tensor) -> Tensor:
+        """Directions whose image shrinks by less than 5 % a loop from the first loop on."""
+        first_DC, last_DC = (carried[index].T @ rest for index in (0, LATER_LOOPS - 1))
+        _, triangle = torch.linalg.qr(first_DC)
+        back = torch.linalg.inv(triangle)
+        _, gains, right = torch.linalg.svd(last_DC @ back, full_matrices=False)
+        return _orthonormal(rest @ back @ right.T[:, gains >= DAMPED ** (LATER_LOOPS - 1)])
+
+    def _reachable(self, basis_DC: Tensor, rest: Tensor) -> Tensor:
+        """Directions within `REACH` of what the loop that wrote this state can write."""
+        outside = self._unwritable(basis_DC @ rest)
+        _, residuals, right = torch.linalg.svd(outside, full_matrices=False)
+        return rest @ right.T[:, residuals <= REACH]
+
+    def _unwritable(self, directions_DC: Tensor) -> Tensor:
+        """What is left of directions without the range of the previous loop and without what the next one removes.
+
+        A direction may be written together with hidden ones that vanish at once: that is as good as writing it alone.
+        """
+        if self._outside_removed_DC is None:
+            basis_DN = self.hidden[self.k].basis_DN
+            removed_DC = basis_DN[:, :0]
+            if basis_DN.shape[1]:
+                carried, _ = self._follow(basis_DN.T)
+                _, gains, right = torch.linalg.svd(carried[0].T, full_matrices=False)
+                removed_DC = basis_DN @ right.T[:, gains <= CARRIED * self.usual_gain]
+            left, sizes, _ = torch.linalg.svd(self._outside_range(removed_DC), full_matrices=False)
+            self._outside_removed_DC = left[:, sizes > REACH]
+        outside_DC = self._outside_range(directions_DC)
+        return outside_DC - self._outside_removed_DC @ (self._outside_removed_DC.T @ outside_DC)
+
+    def _outside_range(self, directions_DC: Tensor) -> Tensor:
+        """What is left of unit directions when the range of the previous loop's Jacobian is taken away."""
+        if directions_DC.shape[1] == 0:
+            return directions_DC
+        if self.search.matrix_free:
+            return self._outside_range_matrix_free(directions_DC)
+        if self._range is None:
+            jacobian_DD = jacobian(lambda h_RD: self.token.loop(h_RD, self.k), self.token.h_D(self.k - 1))
+            left_DD, singular_D, _ = torch.linalg.svd(jacobian_DD)
+            self._range = left_DD[:, singular_D > RANGE * singular_D.median()]
+        return directions_DC - self._range @ (self._range.T @ directions_DC)
+
+    def _outside_range_matrix_free(self, directions_DC: Tensor) -> Tensor:
+        h_D = self.token.h_D(self.k - 1)
+
+        def forward(rows_RD: Tensor) -> Tensor:
+            return push(lambda h_RD: [self.token.loop(h_RD, self.k)], h_D, rows_RD)[0].double()
+
+        def backward(rows_RD: Tensor) -> Tensor:
+            return pull(lambda h_RD: self.token.loop(h_RD, self.k), h_D, rows_RD).double()
+
+        return least_squares_residual(forward, backward, directions_DC.T).T
+
+    def _read(self, effects: list[Tensor], rest: Tensor) -> Tensor:
+        """Directions that change the logits of some later loop."""
+        return self._kept(torch.cat(effects, dim=-1).T, rest, self.read_floor * self.usual_effect)
+
+    def _unshown(self, basis_DC: Tensor, carried: list[Tensor], rest: Tensor) -> Tensor:
+        """Directions that no later supervised readout shows, at this state or where the loops carry them."""
+        for later in (k for k in self.search.supervised if k > self.k):
+            rest = self._hidden_from(later, basis_DC, rest)
+            if rest.shape[1] == 0:
+                break
+            image_DC = carried[later - self.k - 1].T @ rest
+            orthonormal_DC, triangle = torch.linalg.qr(image_DC)
+            _, shares, right = torch.linalg.svd(self.hidden[later].basis_DN.T @ orthonormal_DC, full_matrices=True)
+            still = torch.zeros(rest.shape[1], dtype=torch.bool)
+            still[: len(shares)] = (shares > UNSHOWN).cpu()
+            rest = _orthonormal(rest @ torch.linalg.solve_triangular(triangle, right.T[:, still], upper=True))
+        return rest
+
+    def _hidden_from(self, later: int, basis_DC: Tensor, rest: Tensor) -> Tensor:
+        """Directions at this state that the readout of a later loop would hide too."""
+        there = self.search.hidden(self.token, later, at=self.k)
+        directions_DC = basis_DC @ rest
+        squares, vectors = torch.linalg.eigh(directions_DC.T @ there.gram_DD @ directions_DC)
+        return rest @ vectors[:, squares.clamp(min=0).sqrt() <= HIDDEN * there.reference]
+
+    @property
+    def bounded(self) -> bool:
+        """The loop forgets the state's scale, or cannot write it: an inter-loop norm bounds the whole state."""
+        if self._bounded is None:
+            radial_D1 = _unit(self.h_D.double())[:, None]
+            carried, _ = self._follow(radial_D1.T)
+            removed = float(carried[0].norm()) <= CARRIED * self.usual_gain
+            self._bounded = removed or float(self._unwritable(radial_D1).norm()) > REACH
+        return self._bounded
+
+
+_PUBLIC = {"unreachable": "removed", "shown_later": "visible"}
+"""A direction that no loop can write is out of the loop; one that a later exit shows at full strength is visible."""
+
+
+def least_squares_residual(
+    forward: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor], Tensor],
+    targets_RD: Tensor,
+    *,
+    iterations: int = 200,
+    tolerance: float = REACH / 10,
+) -> Tensor:
+    """b − A·argmin‖A x − b‖ of every row b by conjugate gradients on the normal equations (CGLS), all rows at once.
+
+    Stops when every row is explained or its gradient has vanished. Early iterates have the small solutions, so the
+    iteration limit is also the bound on the solution.
+    """
+    residual_RD = targets_RD.double().clone()
+    gradient_RD = backward(residual_RD)
+    search_RD, size_R1 = gradient_RD.clone(), gradient_RD.square().sum(-1, keepdim=True)
+    start_R1 = size_R1.clone()
+    for _ in range(iterations):
+        done_R1 = (residual_RD.norm(dim=-1, keepdim=True) <= tolerance) | (size_R1 <= 1e-14 * start_R1)
+        if done_R1.all():
+            break
+        image_RD = forward(search_RD)
+        step_R1 = size_R1 / image_RD.square().sum(-1, keepdim=True).clamp(min=1e-300)
+        residual_RD = residual_RD - torch.where(done_R1, 0.0, step_R1) * image_RD
+        gradient_RD = backward(residual_RD)
+        new_size_R1 = gradient_RD.square().sum(-1, keepdim=True)
+        search_RD = gradient_RD + new_size_R1 / size_R1.clamp(min=1e-300) * search_RD
+        size_R1 = new_size_R1
+    return residual_RD
+
+
+def _orthonormal(columns_DC: Tensor) -> Tensor:
+    return torch.linalg.qr(columns_DC)[0] if columns_DC.shape[1] else columns_DC
+
+
+def _unit(vector_D: Tensor) -> Tensor:
+    return vector_D / vector_D.norm()
+
+
+def median_dimension(dimensions: Sequence[int]) -> tuple[int, float]:
+    """The (lower) median over states, and the share of states that agree with it."""
+    middle = int(statistics.median_low(dimensions))
+    return middle, sum(one == middle for one in dimensions) / len(dimensions)

@@ -1,0 +1,192 @@
+"""From findings at many states to verdicts: dimension with agreement, a name for what is blind, evidence, remedy.
+
+Shape legend: D width, C blind directions.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loopscope.auditing.result import BlindDirections, Variable
+from loopscope.auditing.search import CLASSES, HIDDEN, StateFindings, median_dimension
+
+SEVERITY = ("visible", "weak", "removed", "damped", "inert", "memory", "blind")
+"""From harmless to alarm; over loops the last one counts."""
+EXPLAINED = 0.98
+"""Share of a direction (or of a subspace) that a name must explain."""
+
+REMEDIES: dict[str, tuple[str, str | None]] = {
+    "scale": (
+        "let a loss see the scale (a norm penalty; a raw or final-only readout) or take it out of the loop "
+        "(an inter-loop norm)",
+        "--norm-penalty 0.01",
+    ),
+    "mean": ("read out through RMSNorm or raw, or norm between loops with LayerNorm", "--readout rmsnorm"),
+}
+OTHER_REMEDY = ("let the readout see these directions, or add a loss term on them", "--norm-penalty 0.01")
+
+Findings = list[dict[int, StateFindings]]
+"""One entry per state: loop → findings."""
+
+
+def blind_directions(findings: Findings, pc_DC: Tensor, states_at: dict[int, list[Tensor]]) -> BlindDirections:
+    """The dimension at the loop where it is largest, with its spectrum and its names."""
+    loops = sorted(findings[0])
+    medians = {k: median_dimension([one[k].fate.counts["blind"] for one in findings]) for k in loops}
+    worst = max(loops, key=lambda k: medians[k][0])
+    dimension, agreement = medians[worst]
+    spectrum = torch.stack([one[worst].hidden.spectrum for one in findings]).median(0).values
+    named, unnamed = _names([one[worst].fate.blind_DC for one in findings], states_at[worst], pc_DC, dimension)
+    return BlindDirections(
+        dimension=dimension,
+        agreement=agreement,
+        states=len(findings),
+        spectrum=spectrum.tolist(),
+        gap=_gap(spectrum),
+        named=named,
+        unnamed=unnamed,
+        loops=[_loop_row(k, [one[k] for one in findings]) for k in loops],
+    )
+
+
+def _loop_row(k: int, at_states: Sequence[StateFindings]) -> dict[str, int]:
+    """Median over states of how many directions end in each class."""
+    hidden = statistics.median_low([one.hidden.basis_DN.shape[1] for one in at_states])
+    weak = statistics.median_low([one.hidden.weak for one in at_states])
+    classes = {name: statistics.median_low([one.fate.counts[name] for one in at_states]) for name in CLASSES}
+    return {"k": k, "hidden": int(hidden), "weak": int(weak), **{name: int(count) for name, count in classes.items()}}
+
+
+def _gap(spectrum: Tensor) -> float | None:
+    """Smallest shown over largest hidden singular value; None when nothing is hidden."""
+    hidden, shown = spectrum[spectrum <= HIDDEN], spectrum[spectrum > HIDDEN]
+    return float(shown.min() / hidden.max().clamp(min=1e-300)) if len(hidden) and len(shown) else None
+
+
+def _names(
+    bases_DC: list[Tensor], states_D: list[Tensor], pc_DC: Tensor, dimension: int
+) -> tuple[list[dict[str, object]], int]:
+    """Names of the blind subspace that most states agree on, with the share each explains; what is left is unnamed."""
+    if dimension == 0:
+        return [], 0
+    per_state = [
+        dict(_names_at(basis_DC, h_D, pc_DC))
+        for basis_DC, h_D in zip(bases_DC, states_D, strict=True)
+        if basis_DC.shape[1] == dimension
+    ]
+    counts = Counter(name for names in per_state for name in names)
+    common = [name for name, count in counts.items() if count > len(per_state) / 2]
+    shares = {name: statistics.median(names[name][0] for names in per_state if name in names) for name in common}
+    taken = sum(max(names[name][1] for names in per_state if name in names) for name in common)
+    return [{"name": name, "share": shares[name]} for name in common], max(dimension - taken, 0)
+
+
+def _names_at(basis_DC: Tensor, h_D: Tensor, pc_DC: Tensor) -> list[tuple[str, tuple[float, int]]]:
+    """(name, (share explained, dimensions taken)) at one state: scale, mean, channels, principal components."""
+    found: list[tuple[str, tuple[float, int]]] = []
+    fields = {"scale": h_D.double(), "mean": torch.ones_like(h_D, dtype=torch.float64)}
+    fields |= {f"principal component {index + 1}": pc_DC[:, index] for index in range(pc_DC.shape[1])}
+    rest_DC = basis_DC
+    for name, field_D in list(fields.items())[:2]:
+        rest_DC = _take(name, field_D, basis_DC, rest_DC, found)
+    channels = _channels(rest_DC)
+    if channels is not None:
+        found.append((channels, (EXPLAINED, rest_DC.shape[1])))
+        return found
+    for name, field_D in list(fields.items())[2:]:
+        rest_DC = _take(name, field_D, basis_DC, rest_DC, found)
+    return found
+
+
+def _take(
+    name: str, field_D: Tensor, basis_DC: Tensor, rest_DC: Tensor, found: list[tuple[str, tuple[float, int]]]
+) -> Tensor:
+    """Note a field that lies in the subspace, and return what is left of the subspace without it."""
+    unit_D = field_D / field_D.norm()
+    share = float((basis_DC.T @ unit_D).square().sum())
+    if share < EXPLAINED or rest_DC.shape[1] == 0:
+        return rest_DC
+    inside_C = rest_DC.T @ unit_D
+    if inside_C.norm() < 1 - EXPLAINED:  # a combination of names that are already there
+        return rest_DC
+    found.append((name, (share, 1)))
+    _, _, right = torch.linalg.svd(inside_C[None])
+    return rest_DC @ right.T[:, 1:]
+
+
+def _channels(rest_DC: Tensor) -> str | None:
+    """The few channels that hold the whole subspace, if there are such (one more than dimensions at most)."""
+    dimension = rest_DC.shape[1]
+    if dimension == 0:
+        return None
+    energy_D = rest_DC.square().sum(-1)
+    held, order = energy_D.sort(descending=True)
+    count = int((held.cumsum(0) < EXPLAINED * dimension).sum()) + 1
+    if count > dimension + 1 or count == len(energy_D):
+        return None
+    return "channels " + ", ".join(str(c) for c in sorted(order[:count].tolist()))
+
+
+def variables(findings: Findings, found: BlindDirections) -> list[Variable]:
+    """Scale and mean (and users' fields) first, then what the search found besides them."""
+    names = list(next(iter(findings[0].values())).fields)
+    known = [_field_variable(name, findings) for name in names]
+    extra = [named["name"] for named in found.named if named["name"] not in names]
+    others = [_discovered(str(name), found) for name in extra]
+    if found.unnamed:
+        others.append(_discovered(f"unnamed ({found.unnamed} dimensions)", found))
+    memory = max(row["memory"] for row in found.loops)
+    if memory:
+        evidence = f"{memory} hidden directions are carried and read later, but the loop bounds the state as a whole"
+        others.append(Variable(f"hidden memory ({memory} dimensions)", "memory", 0.0, 0.0, 1.0, evidence, None, None))
+    return known + others
+
+
+def _field_variable(name: str, findings: Findings) -> Variable:
+    """The worst verdict over loops, each the most frequent one over states."""
+    by_loop = {}
+    for k in findings[0]:
+        verdicts = Counter(one[k].fields[name].verdict for one in findings)
+        by_loop[k] = max(verdicts, key=lambda verdict: (verdicts[verdict], SEVERITY.index(verdict)))
+    worst = max(by_loop, key=lambda k: SEVERITY.index(by_loop[k]))
+    verdict = by_loop[worst]
+    at_worst = [one[worst].fields[name] for one in findings]
+    visibility, delayed, activity = (
+        statistics.median(getattr(one, number) for one in at_worst) for number in ("visibility", "delayed", "activity")
+    )
+    remedy, flag = REMEDIES.get(name, OTHER_REMEDY) if verdict == "blind" else (None, None)
+    evidence = EVIDENCE[verdict].format(k=worst, visibility=visibility, delayed=delayed, activity=activity)
+    return Variable(name, verdict, visibility, delayed, activity, evidence, remedy, flag)
+
+
+EVIDENCE = {
+    "visible": "loop {k}: its exit shows {visibility:.2g} of an average direction",
+    "weak": "loop {k}: its exit shows only {visibility:.1g} of an average direction",
+    "removed": "loop {k}: hidden ({visibility:.0e}), and no loop carries or writes it (gain {activity:.2g})",
+    "damped": "loop {k}: hidden ({visibility:.0e}), and dying out by more than 5 % a loop (gain {activity:.2g})",
+    "inert": "loop {k}: hidden ({visibility:.0e}) and carried, but nothing ever reads it; only its range is at risk",
+    "memory": "loop {k}: hidden ({visibility:.0e}), carried and read, but bounded by the loop",
+    "blind": "loop {k}: its exit shows {visibility:.0e} of an average direction; the next loop carries it on with "
+    "gain {activity:.2g}, and later exits depend on it ({delayed:.1g})",
+}
+
+
+def _discovered(name: str, found: BlindDirections) -> Variable:
+    remedy, flag = OTHER_REMEDY
+    evidence = f"hidden, carried, written and read: found by the search at {found.agreement:.0%} of the states"
+    return Variable(name, "blind", 0.0, 0.0, 1.0, evidence, remedy, flag)
+
+
+def summary(verdict: str, found: BlindDirections, known: list[Variable]) -> str:
+    """The audit in one sentence."""
+    if verdict == "controlled":
+        scale = next(one for one in known if one.name == "scale")
+        return f"No blind spot: every direction that the loop carries is shown to a loss; scale is {scale.verdict}."
+    blind = ", ".join(one.name for one in known if one.verdict == "blind")
+    plural, them = ("s", "them") if found.dimension > 1 else ("", "it")
+    return f"{found.dimension} blind direction{plural} ({blind}): the loop carries {them} on and no loss sees {them}."

@@ -1,0 +1,95 @@
+"""What an exit's loss sees of a state: radial gradient share, derivatives along named fields, and the α-sweep.
+
+Lemma 1 (visibility, arXiv 2606.24898): if R(αh) = R(h) for all α > 0, then ⟨∇_h CE, h⟩ = 0. The leak of an RMSNorm's
+eps is eps/(s² + eps) of a raw readout's derivative. Everything here is immediate: h feeds the readout of its own loop
+and nothing else, because what comes back through later loops is no signal of this exit.
+
+Shape legend: B batch, T tokens, D width, V vocabulary, K loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loopscope.errors import ProtocolError
+from loopscope.protocol import LoopedModel, LoopState, readout
+
+ALPHAS = (0.1, 0.18, 0.32, 0.56, 1.0, 1.8, 3.2, 5.6, 10.0)
+"""Factors on the state before the readout, even in log."""
+
+Field = Callable[[Tensor], Tensor]
+"""h_…D → a direction of the same shape, at any state."""
+
+
+def scale_field(h: Tensor) -> Tensor:
+    """The radial direction: the state itself."""
+    return h
+
+
+def mean_field(h: Tensor) -> Tensor:
+    """The constant vector."""
+    return torch.ones_like(h)
+
+
+FIELDS: dict[str, Field] = {"scale": scale_field, "mean": mean_field}
+"""Always audited."""
+
+
+def token_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """CE_BT of every token by the plain path; 0 where the target is ignored."""
+    flat = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
+    return flat.view(targets_BT.shape)
+
+
+def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> float:
+    """Mean over the tokens that count."""
+    return float(token_cross_entropy(logits_BTV, targets_BT).sum() / (targets_BT >= 0).sum())
+
+
+def field_shares(
+    model: LoopedModel, state: LoopState, k: int, targets_BT: Tensor, field: Field = scale_field
+) -> Tensor:
+    """⟨∇_h CE, f(h)⟩/(‖∇_h CE‖·‖f(h)‖) of every token that counts: the cosine of gradient and field."""
+
+    def logits_of(h_BTD: Tensor) -> Tensor:
+        return readout(model, state.with_h(h_BTD), k)
+
+    return cosine_with_gradient(logits_of, state.h_BTD, targets_BT, field, f"readout at loop {k}")
+
+
+def cosine_with_gradient(
+    logits_of: Callable[[Tensor], Tensor], h_BTD: Tensor, targets_BT: Tensor, field: Field, what: str
+) -> Tensor:
+    """The cosine, per token, of ∇_h CE and a field; tokens without any gradient count as 0."""
+    with torch.enable_grad():
+        h_BTD = h_BTD.detach().clone().requires_grad_()
+        loss = token_cross_entropy(logits_of(h_BTD), targets_BT).sum()
+        if not loss.requires_grad:
+            raise ProtocolError(f"the {what} passes no gradient to its state (a detach or no_grad inside?)")
+        (gradient_BTD,) = torch.autograd.grad(loss, h_BTD, materialize_grads=True)
+    direction_BTD = field(h_BTD.detach()).double()
+    cosine_BT = F.cosine_similarity(gradient_BTD.double(), direction_BTD, dim=-1, eps=0.0)
+    return cosine_BT[targets_BT >= 0].nan_to_num()
+
+
+def raw_readout_control(h_BTD: Tensor, targets_BT: Tensor, seed: int = 0) -> float:
+    """Median radial share through a random head on the raw state: clearly above zero, or the check itself is broken."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = max(int(targets_BT.max()) + 1, 2)
+    head_VD = torch.randn(vocab_size, h_BTD.shape[-1], generator=generator, dtype=torch.float64).to(h_BTD)
+    unit_BTD = h_BTD / h_BTD.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+    shares = cosine_with_gradient(lambda h: F.linear(h, head_VD), unit_BTD, targets_BT, scale_field, "control")
+    return float(shares.abs().median())
+
+
+@torch.no_grad()
+def alpha_sweep(
+    model: LoopedModel, state: LoopState, k: int, targets_BT: Tensor, alphas: tuple[float, ...] = ALPHAS
+) -> list[float]:
+    """CE of the readout at loop k when the state is first multiplied by α: flat where scale is hidden."""
+    states = (state.with_h(alpha * state.h_BTD) for alpha in alphas)
+    return [mean_cross_entropy(readout(model, scaled, k), targets_BT) for scaled in states]
