@@ -50,6 +50,17 @@ def start(text: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+def test_a_run_that_starts_from_weights_keeps_their_tokenizer(train, tmp_path, text):
+    """Fine-tuned on other text, a tokenizer trained anew would give the old embeddings other meanings."""
+    flags = ("--tokenizer", "bpe", "--vocab-size", "300")
+    train(*flags)
+    text.write_text("quite another text, in quite other words\n" * 300)
+    code, _, err = train(*flags, "--init-from", str(tmp_path / "run"), out="tuned")
+    assert code == 0 and f"tokenizer from {tmp_path / 'run'}" in err
+    files = [tmp_path / run / "tokenizer" / "tokenizer.json" for run in ("run", "tuned")]
+    assert files[0].read_text() == files[1].read_text()
+
+
 def test_a_run_trains_says_how_it_ended_and_fills_its_folder(train, tmp_path):
     code, out, err = train()
     assert code == 0

@@ -84,12 +84,14 @@ examples:
     def _prepare(self, config: Config, run: RunFolder, ranks: Ranks, tell: Callable[[str], None]) -> Prepared:
         """Rank 0 first: the others then find tokenizer and packed tokens ready."""
         from loopscope.data.prepare import prepare
-        from loopscope.training.session import check_resume
+        from loopscope.training.session import check_resume, inherit_tokenizer
 
         if not ranks.is_first:
             ranks.barrier()
         elif run.config_path.exists():
             check_resume(run, config)
+        if ranks.is_first and self.init_from is not None:
+            inherit_tokenizer(config, run.path / "tokenizer", self.init_from, tell)
         prepared = prepare(config, run.path / "tokenizer", tell)
         if ranks.is_first:
             ranks.barrier()

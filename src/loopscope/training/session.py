@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from loopscope.config import Config, config_to_dict
+from loopscope.data.tokenizers import load_tokenizer
 from loopscope.errors import RunError
 from loopscope.machine import Choice, automatic_choices, choose_device, resolve_compile, versions
 from loopscope.model.looped_lm import LoopedLM, build
@@ -120,6 +121,20 @@ def init_from(model: LoopedLM, path: Path) -> list[str]:
             own[name].copy_(theirs[name])
     fresh = [f"{name} starts fresh" for name in sorted(own.keys() - fitting)]
     return [*fresh, *(f"{name} of the checkpoint is not used" for name in sorted(theirs.keys() - fitting))]
+
+
+def inherit_tokenizer(config: Config, folder: Path, source: Path, say: Say) -> None:
+    """Give a new run the tokenizer of the weights it starts from: another one would make their embeddings meaningless.
+
+    Not where the configuration asks for another kind; a tokenizer.json named by path is read from there anyway.
+    """
+    theirs = run_of(source).path / "tokenizer"
+    if folder.exists() or not theirs.is_dir():
+        return
+    tokenizer = load_tokenizer(theirs)
+    if tokenizer.kind == config.data.tokenizer:
+        tokenizer.save(folder)
+        say(f"tokenizer from {theirs.parent}")
 
 
 def manifest(config: Config, setup: Setup, data: dict[str, Any], trainer: Trainer) -> dict[str, Any]:

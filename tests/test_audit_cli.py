@@ -1,0 +1,180 @@
+"""`loopscope audit` and `loopscope remedy` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loopscope.cli import main
+from loopscope.cli.audit import parse_supervised
+from loopscope.cli.remedy import remedied
+from loopscope.cli.terminal import sparkline
+from loopscope.config import Config, ModelConfig
+from loopscope.errors import ConfigError
+
+QUICK = ["--states", "2", "--prefix", "6", "--tokens", "48", "--loops", "5"]
+TINY = """
+model: {vocab_size: 256, width: 16, num_layers: 1, num_heads: 2, num_loops: 3, max_length: 16, readout: READOUT}
+objective: {placement: per-loop}
+"""
+TRAIN = [
+    "--preset", "demo", "--vocab-size", "256", "--tokenizer", "bytes", "--width", "16", "--num-layers", "1",
+    "--num-heads", "2", "--num-loops", "3", "--max-length", "16", "--batch", "4", "--steps", "6", "--log-every", "3",
+    "--eval-every", "6", "--save-every", "6", "--eval-tokens", "200", "--lr", "0.01",
+]  # fmt: skip
+
+
+@pytest.fixture
+def audit(capsys):
+    def run(*flags: str) -> tuple[int, str, str]:
+        code = main(["audit", *QUICK, *flags])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def design(tmp_path):
+    def write(readout: str) -> str:
+        path = tmp_path / f"{readout}.yaml"
+        path.write_text(TINY.replace("READOUT", readout))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch, capsys) -> Path:
+    monkeypatch.setenv("LOOPSCOPE_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n} of a text about rivers and {n * n} stones\n" for n in range(400)))
+    assert main(["train", *TRAIN, "--data", str(text), "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    return tmp_path / "run"
+
+
+def test_a_design_with_a_norm_readout_is_a_finding_before_it_is_trained(audit, design):
+    code, out, _ = audit(design("rmsnorm"))
+    assert code == 1
+    assert "verdict: BLIND-SPOT. 1 blind direction (scale)" in out
+    assert "untrained" in out and "remedy for scale" in out and "--norm-penalty 0.01" in out
+    assert "‖h_k‖ over 5 loops" in out and "CE at loop 3, α·h" in out
+
+
+def test_a_design_with_a_raw_readout_is_clean(audit, design):
+    code, out, _ = audit(design("raw"))
+    assert (code, "CONTROLLED" in out, "remedy" in out) == (0, True, False)
+
+
+def test_a_penalty_on_the_command_line_counts_as_part_of_the_loss(audit, design):
+    code, out, _ = audit(design("rmsnorm"), "--norm-penalty", "0.01")
+    assert code == 0 and "+ norm_penalty" in out
+
+
+def test_which_loops_are_supervised_decides(audit, design):
+    assert audit(design("final-only"))[0] == 0
+    assert audit(design("final-only"), "--supervised", "terminal")[0] == 1
+    assert parse_supervised("1,3") == [1, 3]
+    with pytest.raises(ConfigError, match="every-loop, terminal"):
+        parse_supervised("most")
+
+
+def test_the_json_is_what_is_written_beside_the_run(audit, run_folder):
+    code, out, _ = audit(str(run_folder), "--json")
+    assert code == 1
+    assert json.loads(out) == json.loads((run_folder / "audit.json").read_text())
+    assert json.loads(out)["model"]["step"] == 6
+    assert all(isinstance(token["text"], str) for token in json.loads(out)["heaviest_tokens"])
+
+
+def test_one_checkpoint_is_audited_without_touching_the_runs_audit(audit, run_folder, tmp_path):
+    first = run_folder / "checkpoints" / "step-00000000"
+    code, out, _ = audit(str(first), "--json", "--out", str(tmp_path / "elsewhere.json"))
+    assert code == 1 and json.loads(out)["model"]["step"] == 0
+    assert (tmp_path / "elsewhere.json").exists() and not (run_folder / "audit.json").exists()
+
+
+def test_a_factory_of_somebody_elses_model_is_audited(audit, tmp_path, monkeypatch):
+    (tmp_path / "their_model.py").write_text(
+        "import torch, loopscope as ls\n"
+        "def build():\n"
+        "    net, table = torch.nn.Linear(12, 12), torch.randn(40, 12)\n"
+        "    norm = lambda h: torch.nn.functional.rms_norm(h, (12,), eps=1e-6)\n"
+        "    return ls.adapt(embed=lambda ids: table[ids].to(net.weight), loop=lambda h, k: h + 0.1 * net(norm(h)),\n"
+        "        readout=lambda h, k: norm(h) @ table.to(h).T, num_loops=3, module=net)\n"
+        "def nothing():\n"
+        "    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = audit("their_model:build")
+    assert code == 1 and "scale" in out
+    assert audit("their_model:nothing")[2].count("no num_loops, embed, loop") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("nowhere", "nowhere is no run folder"),
+        ("preset:nanno", "did you mean 'nano'"),
+        ("missing_module_xyz:build", "cannot import 'missing_module_xyz'"),
+        ("json:nothing_there", "has no 'nothing_there'"),
+    ],
+)
+def test_a_target_that_is_none_is_one_sentence_and_exit_code_2(audit, target, sentence):
+    code, out, err = audit(target)
+    assert (code, out) == (2, "") and sentence in err and "Traceback" not in err
+
+
+def test_a_hugging_face_folder_without_an_adapter_says_so(audit, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "ouro"}')
+    code, _, err = audit(str(tmp_path))
+    assert code == 2 and "model type 'ouro'" in err and "package.module:factory" in err
+
+
+@pytest.mark.parametrize("flags", [["--states", "0"], ["--prefix", "1"], ["--supervised", "9"]])
+def test_a_wrong_flag_is_named(audit, design, flags):
+    code, _, err = audit(design("raw"), *flags)
+    assert code == 2 and flags[0].lstrip("-") in err
+
+
+def test_a_remedy_fine_tunes_into_a_new_folder_and_compares(run_folder, capsys):
+    code = main(["remedy", str(run_folder), "--how", "final-only", "--steps", "3"])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "before and after: final-only" in out and "blind-spot" in out and "controlled" in out
+    fixed = run_folder.with_name("run-final-only")
+    comparison = json.loads((fixed / "remedy.json").read_text())
+    assert comparison["before"]["verdict"] == "blind-spot" and comparison["after"]["verdict"] == "controlled"
+    assert [row["k"] for row in comparison["after"]["depths"]] == [1, 2, 3]
+    assert json.loads((fixed / "audit.json").read_text())["model"]["step"] == 3
+    assert not (run_folder / "remedy.json").exists()
+
+
+def test_the_clamp_needs_no_training(run_folder, capsys):
+    assert main(["remedy", str(run_folder), "--how", "clamp", "--json"]) == 0
+    comparison = json.loads(capsys.readouterr().out)
+    norms = [row["norm"] for row in comparison["after"]["depths"]]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    assert not (run_folder.with_name("run-clamp") / "checkpoints").exists()
+
+
+def test_a_remedy_into_the_run_itself_is_refused(run_folder, capsys):
+    assert main(["remedy", str(run_folder), "--out", str(run_folder)]) == 2
+    assert "choose another --out" in capsys.readouterr().err
+
+
+def test_a_remedy_changes_the_named_thing_alone():
+    config = Config(model=ModelConfig())
+    assert remedied(config, "penalty", 5, None).objective.norm_penalty == 0.01
+    assert remedied(config, "raw", 5, None).model == ModelConfig(readout="raw")
+    assert remedied(config, "inter-loop-norm", 5, 1e-4).model.inter_loop_norm == "rmsnorm"
+    assert remedied(config, "inter-loop-norm", 5, 1e-4).training.lr == 1e-4
+    assert remedied(config, "penalty", 5, None).model == config.model
+
+
+def test_a_sparkline_goes_from_low_to_high_and_is_flat_for_equal_numbers():
+    assert sparkline([0, 1, 2, 7]) == "▁▂▃█"
+    assert len(set(sparkline([5.0, 5.0, 5.001]))) == 1
