@@ -28,6 +28,8 @@ bench: $(STAMP)           ## every claim of speed, measured side by side
 	$(BIN)/python benchmarks/loop_memory.py
 	$(BIN)/python benchmarks/monitor.py
 	$(BIN)/python benchmarks/kill_test.py
+	$(BIN)/python benchmarks/planted.py
+	$(BIN)/python benchmarks/audit_cost.py
 
 docs: $(STAMP)            ## rewrite the pages that are generated from the code
 	$(BIN)/python docs/generate.py

@@ -2,14 +2,19 @@
 
     python benchmarks/monitor.py [--pairs 30]
 
-Runs the real trainer with every second step watched, so that a plain step and a watched one are neighbours. A watched
-step computes the radial gradient share of every supervised loop and the largest state, asks the monitor for alarms, and
-writes the line of metrics. Norms are computed in every step, so they are timed once more between steps and added:
+In our trainer: runs it with every second step watched, so that a plain step and a watched one are neighbours. A watched
+step computes the radial gradient share of every supervised loop, the largest state and how much of the scale a loop
+carries, asks the monitor for alarms, and writes the line of metrics. Norms are computed in every step, so they are
+timed once more between steps and added:
 
     cost = (watched − plain) / (log_every · plain) + norms / plain
 
-at log_every = 10, the default. The figure is the median over pairs of neighbours. Exit code 1 when it is above the
-target.
+at log_every = 10, the default. In somebody else's loop: a plain PyTorch loop with `ls.watch`, whose look (a pass of its
+own over one row) is timed next to the training step before it:
+
+    cost = look / (every · step)
+
+at every = 50, the default. Both figures are medians over pairs of neighbours. Exit code 1 when one is above the target.
 """
 
 from __future__ import annotations
@@ -25,8 +30,10 @@ import torch
 import tyro
 from torch import Tensor
 
+from loopscope.auditing.watch import EVERY, watch
 from loopscope.config import Config, TrainingConfig
 from loopscope.model.looped_lm import build
+from loopscope.objectives.placement import Objective
 from loopscope.presets import preset
 from loopscope.protocol import run_loops
 from loopscope.runs import RunFolder
@@ -105,6 +112,55 @@ def measure_pairs(config: Config, pairs: int) -> list[Pair]:
     return [Pair(*values) for values in zip(plain, watched, norms, strict=True)][WARM_UP:]
 
 
+@dataclass(frozen=True)
+class Look:
+    """Seconds of a training step and of the look that followed it."""
+
+    step: float
+    look: float
+
+    @property
+    def cost(self) -> float:
+        """Cost of a look every EVERY steps, as a share of step time."""
+        return self.look / (EVERY * self.step)
+
+
+def measure_looks(config: Config, pairs: int) -> list[Look]:
+    """Train in a plain loop and look after every step."""
+    model, objective = build(config.model, seed=0).train(), Objective(config.objective)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.training.lr)
+    shape = (2, config.training.batch, config.sequence_length)
+    looks = []
+    with watch(model, every=1, on_alarm=lambda alarm: None) as monitor:
+        for _ in range(pairs + WARM_UP):
+            ids_BT, targets_BT = torch.randint(config.model.vocab_size, shape)
+            started = time.perf_counter()
+            objective(model, ids_BT, targets_BT).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stepped = time.perf_counter()
+            seen = monitor.step(ids_BT, targets_BT)
+            looks.append(Look(stepped - started, time.perf_counter() - stepped))
+            assert seen is not None, monitor.failure
+    return looks[WARM_UP:]
+
+
+def report_looks(name: str, pairs: int) -> bool:
+    """Measure `ls.watch` on one preset; true when it costs no more than the target."""
+    config = preset(name)
+    set_up(config)
+    measured = measure_looks(config, pairs)
+    step, look = (1e3 * statistics.median(getattr(pair, part) for pair in measured) for part in ("step", "look"))
+    low, cost, high = statistics.quantiles([pair.cost for pair in measured], n=4, method="inclusive")
+    print(
+        f"\n{name} in a plain loop, {config.training.batch} × {config.sequence_length} tokens, n {len(measured)} looks"
+    )
+    print(f"  medians: step {step:.1f} ms, look {look:.1f} ms")
+    verdict = f"target ≤ {TARGET:.0%}: {'met' if cost <= TARGET else 'MISSED'}"
+    print(f"  ls.watch every {EVERY} steps {cost:.2%} [{low:.2%}, {high:.2%}] of step time  {verdict}")
+    return cost <= TARGET
+
+
 def report(name: str, pairs: int) -> bool:
     """Measure one preset; true when monitoring costs no more than the target."""
     config = preset(name)
@@ -131,7 +187,11 @@ def main(pairs: int = 30, presets: tuple[str, ...] = ("nano", "micro")) -> int:
         presets: Presets to measure.
     """
     print(machine())
-    met = [report(name, pairs if name == "nano" else max(3, pairs // 3)) for name in presets]
+    met = [
+        measure(name, pairs if name == "nano" else max(3, pairs // 3))
+        for name in presets
+        for measure in (report, report_looks)
+    ]
     return 0 if all(met) else 1
 
 

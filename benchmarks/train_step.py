@@ -220,7 +220,8 @@ class _UsualProcess:
 def denormal_cost() -> float:
     """Time of multiplying denormal numbers over normal ones, denormals kept: 1 where the CPU does not mind them."""
     torch.set_flush_denormal(False)
-    half, seconds = torch.full((1 << 20,), 0.5), {}
+    half = torch.full((1 << 20,), 0.5)
+    seconds: dict[float, float] = {}
     for value in (1.0, 1e-39) * 5:
         numbers = torch.full((1 << 20,), value)
         started = time.perf_counter()

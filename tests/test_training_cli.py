@@ -54,9 +54,10 @@ def test_a_run_that_starts_from_weights_keeps_their_tokenizer(train, tmp_path, t
     """Fine-tuned on other text, a tokenizer trained anew would give the old embeddings other meanings."""
     flags = ("--tokenizer", "bpe", "--vocab-size", "300")
     train(*flags)
-    text.write_text("quite another text, in quite other words\n" * 300)
+    text.write_text("".join(f"quite another text, in other words: {n} boats\n" for n in range(400)))
     code, _, err = train(*flags, "--init-from", str(tmp_path / "run"), out="tuned")
-    assert code == 0 and f"tokenizer from {tmp_path / 'run'}" in err
+    assert code == 0, err
+    assert f"tokenizer from {tmp_path / 'run'}" in err
     files = [tmp_path / run / "tokenizer" / "tokenizer.json" for run in ("run", "tuned")]
     assert files[0].read_text() == files[1].read_text()
 

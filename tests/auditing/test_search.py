@@ -115,6 +115,13 @@ def test_the_least_squares_residual_is_that_of_a_direct_solution():
     torch.testing.assert_close(ours, targets_RD - (matrix @ solution).T, atol=1e-6, rtol=1e-6)
 
 
+def test_damping_leaves_what_only_a_huge_solution_could_explain():
+    matrix = torch.diag(torch.tensor([1.0, 0.5, 1e-7], dtype=torch.float64))
+    ones = torch.ones(1, 3, dtype=torch.float64)
+    damped = least_squares_residual(lambda x: x @ matrix.T, lambda y: y @ matrix, ones, damping=1e-4)
+    torch.testing.assert_close(damped, torch.tensor([[0.0, 0.0, 1.0]]).double(), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("coda", [0, 1])
 def test_one_token_against_a_cache_is_the_whole_prefix(tiny, ids_BT, coda):
     model = ls.build(replace(tiny, coda_layers=coda), seed=0).double().eval()

@@ -248,6 +248,8 @@ def _loop(run: _Run, states: list[LoopState], k: int) -> Loop:
     if k > run.model.num_loops:
         return Loop(False, ce, None, None, activity)
     shares = field_shares(run.model, states[k], k, run.targets_BT).abs()
+    if not len(shares):
+        return Loop(k in run.supervised, ce, None, None, activity)
     quantiles = torch.quantile(shares, torch.tensor(SHARE_QUANTILES, dtype=shares.dtype, device=shares.device))
     return Loop(k in run.supervised, ce, float(shares.median()), quantiles.tolist(), activity)
 

@@ -356,7 +356,9 @@ class _Question:
         def backward(rows_RD: Tensor) -> Tensor:
             return pull(lambda h_RD: self.token.loop(h_RD, self.k), h_D, rows_RD).double()
 
-        return least_squares_residual(forward, backward, directions_DC.T).T
+        probes_RD = torch.randn(PROBES, len(h_D), generator=self.search.generator, dtype=torch.float64).to(h_D.device)
+        gain = float((forward(probes_RD).norm(dim=-1) / probes_RD.norm(dim=-1)).median())
+        return least_squares_residual(forward, backward, directions_DC.T, damping=RANGE * gain).T
 
     def _read(self, effects: list[Tensor], rest: Tensor) -> Tensor:
         """Directions that change the logits of some later loop."""
@@ -403,29 +405,29 @@ def least_squares_residual(
     backward: Callable[[Tensor], Tensor],
     targets_RD: Tensor,
     *,
-    iterations: int = 200,
-    tolerance: float = REACH / 10,
+    damping: float = 0.0,
+    iterations: int = 400,
 ) -> Tensor:
-    """b − A·argmin‖A x − b‖ of every row b by conjugate gradients on the normal equations (CGLS), all rows at once.
+    """b − A·argmin ‖A x − b‖² + λ²‖x‖² of every row b, by conjugate gradients (CGLS) on all rows at once.
 
-    Stops when every row is explained or its gradient has vanished. Early iterates have the small solutions, so the
-    iteration limit is also the bound on the solution.
+    λ = `damping` bounds the solution: what only a singular value far below λ could explain stays in the residual.
     """
     residual_RD = targets_RD.double().clone()
     gradient_RD = backward(residual_RD)
-    search_RD, size_R1 = gradient_RD.clone(), gradient_RD.square().sum(-1, keepdim=True)
-    start_R1 = size_R1.clone()
+    solution_RD, search_RD = torch.zeros_like(gradient_RD), gradient_RD.clone()
+    size_R1 = gradient_RD.square().sum(-1, keepdim=True)
+    enough_R1 = (1e-16 * size_R1).clamp(min=max(1e-3 * damping, 1e-15) ** 2)  # below it, rounding
     for _ in range(iterations):
-        done_R1 = (residual_RD.norm(dim=-1, keepdim=True) <= tolerance) | (size_R1 <= 1e-14 * start_R1)
-        if done_R1.all():
-            break
         image_RD = forward(search_RD)
-        step_R1 = size_R1 / image_RD.square().sum(-1, keepdim=True).clamp(min=1e-300)
-        residual_RD = residual_RD - torch.where(done_R1, 0.0, step_R1) * image_RD
-        gradient_RD = backward(residual_RD)
-        new_size_R1 = gradient_RD.square().sum(-1, keepdim=True)
-        search_RD = gradient_RD + new_size_R1 / size_R1.clamp(min=1e-300) * search_RD
-        size_R1 = new_size_R1
+        curvature_R1 = image_RD.square().sum(-1, keepdim=True)
+        curvature_R1 = curvature_R1 + damping**2 * search_RD.square().sum(-1, keepdim=True)
+        step_R1 = torch.where(size_R1 > enough_R1, size_R1 / curvature_R1.clamp(min=1e-300), 0.0)
+        solution_RD, residual_RD = solution_RD + step_R1 * search_RD, residual_RD - step_R1 * image_RD
+        gradient_RD = backward(residual_RD) - damping**2 * solution_RD
+        before_R1, size_R1 = size_R1, gradient_RD.square().sum(-1, keepdim=True)
+        if (size_R1 <= enough_R1).all():
+            break
+        search_RD = gradient_RD + size_R1 / before_R1.clamp(min=1e-300) * search_RD
     return residual_RD
 
 

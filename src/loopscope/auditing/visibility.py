@@ -40,7 +40,8 @@ FIELDS: dict[str, Field] = {"scale": scale_field, "mean": mean_field}
 
 
 def token_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """CE_BT of every token by the plain path; 0 where the target is ignored."""
+    """CE_BT of every token by the plain path, in float32 at least; 0 where the target is ignored."""
+    logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
     flat = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
     return flat.view(targets_BT.shape)
 
@@ -53,7 +54,10 @@ def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> float:
 def field_shares(
     model: LoopedModel, state: LoopState, k: int, targets_BT: Tensor, field: Field = scale_field
 ) -> Tensor:
-    """⟨∇_h CE, f(h)⟩/(‖∇_h CE‖·‖f(h)‖) of every token that counts: the cosine of gradient and field."""
+    """⟨∇_h CE, f(h)⟩/(‖∇_h CE‖·‖f(h)‖) of every token that has a gradient: the cosine of gradient and field.
+
+    h is a detached alias that feeds only the readout of loop k.
+    """
 
     def logits_of(h_BTD: Tensor) -> Tensor:
         return readout(model, state.with_h(h_BTD), k)
@@ -64,7 +68,10 @@ def field_shares(
 def cosine_with_gradient(
     logits_of: Callable[[Tensor], Tensor], h_BTD: Tensor, targets_BT: Tensor, field: Field, what: str
 ) -> Tensor:
-    """The cosine, per token, of ∇_h CE and a field; tokens without any gradient count as 0."""
+    """The cosine of ∇_h CE and a field for every token that has a gradient.
+
+    One without (an ignored target, a saturated softmax) says nothing about the readout and is not counted.
+    """
     with torch.enable_grad():
         h_BTD = h_BTD.detach().clone().requires_grad_()
         loss = token_cross_entropy(logits_of(h_BTD), targets_BT).sum()
@@ -73,7 +80,7 @@ def cosine_with_gradient(
         (gradient_BTD,) = torch.autograd.grad(loss, h_BTD, materialize_grads=True)
     direction_BTD = field(h_BTD.detach()).double()
     cosine_BT = F.cosine_similarity(gradient_BTD.double(), direction_BTD, dim=-1, eps=0.0)
-    return cosine_BT[targets_BT >= 0].nan_to_num()
+    return cosine_BT[(targets_BT >= 0) & ~cosine_BT.isnan()]
 
 
 def raw_readout_control(h_BTD: Tensor, targets_BT: Tensor, seed: int = 0) -> float:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from loopscope.audit.monitor import Observation, ScaleMonitor, radial_gradient_shares
+from loopscope.auditing.monitor import ScaleMonitor, read
+from loopscope.auditing.watch import undisturbed
 from loopscope.config import Config
 from loopscope.errors import RunError
 from loopscope.model.looped_lm import LoopedLM, build
@@ -67,8 +68,8 @@ class TrainingStep(nn.Module):
         seen: dict[str, Any] = {"ce": result.ce_K, "norm": result.norms_K, "loops": result.supervised}
         seen["terms"] = result.terms
         if mode == "watch":
-            seen["shares"] = radial_gradient_shares(self.model, result.trace, targets_BT, result.supervised)
-            seen["largest"] = max(state.h_BTD.detach().abs().max().item() for state in result.trace.states)
+            with undisturbed(self.model, ids_BT.device):
+                seen["reading"] = read(self.model, result.trace, targets_BT, result.supervised)
         return result.loss, seen
 
 
@@ -115,7 +116,7 @@ class Trainer:
         )
         self.optimizers = Optimizers(self.model, config.training)
         self.guard = StepGuard(config.training)
-        self.monitor = ScaleMonitor(torch.finfo(autocast or torch.float32).max)
+        self.monitor = ScaleMonitor()
         self.progress = Progress()
         self._signal: int | None = None
 
@@ -212,18 +213,18 @@ class Trainer:
         return "go on"
 
     def _watch(self, step: int, seen: dict[str, Any]) -> Literal["go on", "stop"]:
-        """Hand the step to the scale monitor and act on its alarm as --on-blind-spot says."""
+        """Hand the step to the scale monitor and act on its alarms as --on-blind-spot says."""
         controlled = bool(seen["terms"].keys() & {"norm_penalty", "scale_anchor"})
-        norm = seen["norm"][-1].item()
-        alarm = self.monitor.observe(Observation(step, norm, seen["shares"], controlled, seen["largest"]))
-        if alarm is None:
+        alarms = self.monitor.observe(step, seen["reading"], controlled=controlled).alarms
+        for alarm in alarms:
+            self._tell({"kind": "event", "step": step, "event": alarm.kind, "message": alarm.message})
+        if not self.ranks.any(any(alarm.kind == "blind-spot" for alarm in alarms)):
             return "go on"
-        self._tell({"kind": "event", "step": step, "event": alarm.kind, "message": alarm.message})
-        if alarm.kind == "blind-spot" and self.config.training.on_blind_spot == "penalize":
+        if self.config.training.on_blind_spot == "penalize":
             self._set_penalty(True)
             message = f"norm penalty {PENALTY} is on from step {step + 1}"
             self._tell({"kind": "event", "step": step, "event": "penalty-on", "message": message})
-        if alarm.kind == "blind-spot" and self.config.training.on_blind_spot == "stop":
+        if self.config.training.on_blind_spot == "stop":
             self.save()
             return "stop"
         return "go on"
@@ -317,7 +318,7 @@ class Trainer:
                 "ce": seen["ce"].tolist(),
                 "loops": seen["loops"],
                 "norm": seen["norm"].tolist(),
-                "radial_gradient_share": seen["shares"],
+                "radial_gradient_share": list(seen["reading"].shares.values()),
                 "terms": {name: term.item() for name, term in seen["terms"].items()},
                 "depth": seen["depth"],
                 "gradient_norm": gradient_norm,

@@ -1,1 +1,0 @@
-"""The audit: what a loop carries and no loss sees."""

@@ -1,0 +1,258 @@
+"""The online monitor: scale, radial gradient share, carry and headroom while a model trains, and the alarms they raise.
+
+`read` measures one trace, `ScaleMonitor` follows the readings over training. Our trainer, `watch` and the callbacks for
+other people's trainers all use these two.
+
+Shape legend: B batch, T tokens, D width, K loops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loopscope.auditing.visibility import field_shares
+from loopscope.protocol import LoopedModel, LoopTrace
+
+GROWTH = 10.0
+"""A state this many times larger than at the start has left the range it was initialised for."""
+LEFT = 2.0
+"""Above this many times its start a scale counts as growing: the "since" of an alarm."""
+HIDDEN_SHARE = 1e-3
+"""A radial gradient share below this at every supervised loop means that no cross-entropy controls the scale."""
+CARRIED = 0.5
+"""A loop that hands on less than this of its input's scale has it bounded by a norm or a damping: no blind spot."""
+WINDOW = 8
+"""Observations that the slope is fitted to."""
+HEADROOM_DECADES = 2.0
+"""Closer than this to the largest number of the dtype is an alarm, visible or not."""
+
+
+# --- one pass --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass shows of the states."""
+
+    norms: tuple[float, ...]
+    """Mean ‖h_k‖ for k = 1..K."""
+    shares: dict[int, float]
+    """Radial gradient share at each supervised loop; nan where no token has a gradient."""
+    carried: float
+    """How much of a change of scale the last loop hands on: 1 in a residual loop, 0 behind a norm."""
+    largest: tuple[float, ...]
+    """Largest absolute value in h_0 … h_K."""
+    limit: float
+    """Largest number of the dtype that the model computes in."""
+
+
+def read(model: LoopedModel, trace: LoopTrace, targets_BT: Tensor, loops: Sequence[int]) -> Reading:
+    """Measure a trace; norms and largest values on the whole batch, the rest on its first row."""
+    states = [state.h_BTD.detach() for state in trace.states]
+    largest = torch.stack([h_BTD.abs().max().double() for h_BTD in states])
+    shares = radial_gradient_shares(model, trace, targets_BT, loops)
+    return Reading(
+        norms=tuple(trace.norms_K().tolist()),
+        shares=dict(zip(loops, shares, strict=True)),
+        carried=carried_scale(model, trace),
+        largest=tuple(largest.tolist()),
+        limit=torch.finfo(_dtype(states[-1])).max,
+    )
+
+
+def radial_gradient_shares(
+    model: LoopedModel, trace: LoopTrace, targets_BT: Tensor, loops: Sequence[int]
+) -> list[float]:
+    """Median over tokens of |⟨∇_h CE_k, h⟩|/(‖∇_h CE_k‖·‖h‖) at each of the loops, on the batch's first row.
+
+    Through RMSNorm the share is eps/(s² + eps) of a raw one (Lemma 1, arXiv 2606.24898).
+    """
+    first = torch.tensor([0], device=targets_BT.device)
+    shares = [field_shares(model, trace.states[k].take(first), k, targets_BT[:1]).abs() for k in loops]
+    return [share.median().item() if len(share) else math.nan for share in shares]
+
+
+@torch.no_grad()
+def carried_scale(model: LoopedModel, trace: LoopTrace) -> float:
+    """Median over tokens of ‖F(h) − F(h/2)‖/‖h/2‖ for the last loop F, on the batch's first row.
+
+    Lemma 2 (activity, arXiv 2606.24898): a pre-norm residual loop hands the scale on, so this is about 1. A norm that
+    opens or closes the loop makes it 0, a damping its factor. Modules should be in eval mode: dropout differs by call.
+    """
+    k = trace.num_loops
+    before = trace.states[k - 1].take(torch.tensor([0], device=trace.states[0].h_BTD.device))
+    whole_BTD, half_BTD = (model.loop(before.with_h(part * before.h_BTD), k).h_BTD.double() for part in (1.0, 0.5))
+    step_BT = (before.h_BTD.double() / 2).norm(dim=-1)
+    return ((whole_BTD - half_BTD).norm(dim=-1) / step_BT).nanmedian().item()
+
+
+def _dtype(h_BTD: Tensor) -> torch.dtype:
+    """The dtype that products are computed in: autocast's where it is on, else that of the state."""
+    device = h_BTD.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h_BTD.dtype
+
+
+# --- over training ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What, since when, how fast, and what to do."""
+
+    kind: str
+    """blind-spot, headroom or non-finite."""
+    step: int
+    """When it was raised."""
+    since: int
+    """The step from which on it was building up."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One step as the monitor saw it."""
+
+    step: int
+    norms: tuple[float, ...]
+    """Mean ‖h_k‖ for k = 1..K."""
+    shares: dict[int, float]
+    """Radial gradient share at each supervised loop."""
+    carried: float
+    """How much of a change of scale the last loop hands on."""
+    slope: float
+    """Growth of log ‖h_K‖ per step, fitted to the last observations; 0 at the first."""
+    headroom: float
+    """Decades between the largest state and the largest number of the dtype."""
+    controlled: bool
+    """A loss term sees the scale itself (norm penalty, anchor)."""
+    alarms: tuple[Alarm, ...] = ()
+    """Alarms raised at this step; each kind is raised once."""
+
+    def scalars(self) -> dict[str, float]:
+        """The four numbers worth a curve; a share that no token could give is left out."""
+        known = [share for share in self.shares.values() if not math.isnan(share)]
+        share = {"loopscope/radial_gradient_share": max(known)} if known else {}
+        rest = {"loopscope/slope": self.slope, "loopscope/headroom": self.headroom}
+        return {"loopscope/norm_K": self.norms[-1], **share, **rest}
+
+
+class ScaleMonitor:
+    """Follows the readings over training and raises each kind of alarm once."""
+
+    def __init__(self) -> None:
+        self.start: float | None = None
+        self.since: int | None = None
+        """The step at which ‖h_K‖ was first seen above twice its start, if it has been there ever since."""
+        self.recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self.raised: set[str] = set()
+
+    def observe(self, step: int, reading: Reading, *, controlled: bool = False) -> Observation:
+        """Take in one reading; `controlled` says that a loss term sees the scale, whatever the readouts hide."""
+        finite = all(map(math.isfinite, (*reading.largest, *reading.norms)))
+        if finite:
+            self._follow(step, reading.norms[-1])
+        seen = Observation(
+            step=step,
+            norms=reading.norms,
+            shares=reading.shares,
+            carried=reading.carried,
+            slope=self.slope(),
+            headroom=math.log10(reading.limit) - math.log10(max(*reading.largest, 1e-30)) if finite else -math.inf,
+            controlled=controlled,
+        )
+        found = [self._blind_spot(seen), self._headroom(seen)] if finite else [self._non_finite(seen, reading)]
+        alarms = tuple(alarm for alarm in found if alarm is not None and alarm.kind not in self.raised)
+        self.raised.update(alarm.kind for alarm in alarms)
+        return replace(seen, alarms=alarms)
+
+    def slope(self) -> float:
+        """Least-squares slope of log ‖h_K‖ per step over the recent observations."""
+        if len(self.recent) < 2:
+            return 0.0
+        mean_x = sum(x for x, _ in self.recent) / len(self.recent)
+        mean_y = sum(y for _, y in self.recent) / len(self.recent)
+        spread = sum((x - mean_x) ** 2 for x, _ in self.recent)
+        return sum((x - mean_x) * (y - mean_y) for x, y in self.recent) / spread if spread else 0.0
+
+    def _follow(self, step: int, norm: float) -> None:
+        self.start = norm if self.start is None else self.start
+        self.recent.append((step, math.log(max(norm, 1e-30))))
+        if norm <= LEFT * self.start:
+            self.since = None
+        elif self.since is None:
+            self.since = step
+
+    def _blind_spot(self, seen: Observation) -> Alarm | None:
+        assert self.start is not None
+        hidden = bool(seen.shares) and all(share < HIDDEN_SHARE for share in seen.shares.values())
+        if not hidden or seen.controlled or not seen.carried >= CARRIED or seen.norms[-1] < GROWTH * self.start:
+            return None
+        since = seen.step if self.since is None else self.since
+        return Alarm(
+            "blind-spot",
+            seen.step,
+            since,
+            f"step {seen.step}: ‖h_K‖ is {seen.norms[-1]:.3g}, {seen.norms[-1] / self.start:.0f} times its start, "
+            f"beyond twice since step {since}, changing by {_percent(seen.slope)} per step; the loop hands on "
+            f"{seen.carried:.2g} of a change of it, and the radial gradient share is at most "
+            f"{max(seen.shares.values()):.1g}: no loss sees the scale. Remedy: --norm-penalty 0.01 (in your own loop "
+            "loss += ls.norm_penalty(states, 0.01)), --readout raw or final-only, or --inter-loop-norm rmsnorm",
+        )
+
+    def _headroom(self, seen: Observation) -> Alarm | None:
+        if seen.headroom > HEADROOM_DECADES:
+            return None
+        since = seen.step if self.since is None else self.since
+        pace = f"at {_percent(seen.slope)} per step"
+        if seen.slope > 0:
+            pace += f" it is reached in about {max(seen.headroom, 0) * math.log(10) / seen.slope:.0f} steps"
+        return Alarm(
+            "headroom",
+            seen.step,
+            since,
+            f"step {seen.step}: the largest state is {seen.headroom:.1f} decades from the largest number of its dtype, "
+            f"and {pace} (growing since step {since}). Remedy: a norm penalty, or a wider dtype",
+        )
+
+    def _non_finite(self, seen: Observation, reading: Reading) -> Alarm:
+        norms = (0.0, *reading.norms)
+        loop = next(
+            k for k, pair in enumerate(zip(reading.largest, norms, strict=True)) if not math.isfinite(sum(pair))
+        )
+        where = f"step {seen.step}: the state is not finite " + (f"from loop {loop} on" if loop else "before loop 1")
+        if not self.recent:
+            return Alarm("non-finite", seen.step, seen.step, f"{where}, and never was. Remedy: check weights and data")
+        since, log = self.recent[-1]
+        return Alarm(
+            "non-finite",
+            seen.step,
+            since,
+            f"{where}; at step {since} it still was, with ‖h_K‖ {math.exp(log):.3g} changing by {_percent(seen.slope)} "
+            f"per step. Remedy: go back to a checkpoint of step {since} or earlier, and lower the learning rate, clip "
+            "gradients or penalise the norm",
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        recent = [list(pair) for pair in self.recent]
+        return {"start": self.start, "since": self.since, "recent": recent, "raised": sorted(self.raised)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.start, self.since, self.raised = state["start"], state.get("since"), set(state["raised"])
+        self.recent = deque(((int(step), float(log)) for step, log in state["recent"]), maxlen=WINDOW)
+
+
+def _percent(slope: float) -> str:
+    """A slope of the logarithm as growth: 0.0488 → +5 %."""
+    return f"{100 * math.expm1(slope):+.2g} %"

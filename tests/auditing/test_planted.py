@@ -1,0 +1,93 @@
+"""The audit on models whose blind subspace is derived in `benchmarks/planted.py`, and the comparators beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import loopscope as ls
+import planted
+
+SLOW = "large vocabulary"
+SMALL = [case for case in planted.CASES if case.width <= 32 and case.kind.name != SLOW]
+QUICK = ls.AuditOptions(states=3, tokens=96, rollout=4)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_the_audit_finds_the_derived_dimension_and_verdicts(case):
+    row = planted.examine(case, QUICK)
+    kind = case.kind
+    assert row.found == kind.blind
+    assert row.alarm == (kind.blind > 0)
+    assert kind.scale in (None, row.scale)
+    assert kind.mean in (None, row.mean)
+    assert row.agreement > 0.6, "the dimension is a property of the design, not of a lucky state"
+
+
+def test_there_are_enough_faults_and_controls_of_all_sizes():
+    assert len(planted.FAULTS) >= 14 and len(planted.CONTROLS) >= 8
+    assert {16, 32, 64, 128, 256, 512} <= {case.width for case in planted.CASES}
+    assert len({kind.name for kind in planted.FAULTS + planted.CONTROLS}) == len(planted.FAULTS + planted.CONTROLS)
+    assert all(kind.blind == 0 and kind.control for kind in planted.CONTROLS)
+
+
+def row(case, **changes):
+    right = planted.Row(
+        case=case,
+        found=case.kind.blind,
+        agreement=1.0,
+        alarm=case.kind.blind > 0,
+        scale=case.kind.scale,
+        mean=case.kind.mean,
+        norm_alarm=False,
+        head_null=0,
+        seconds=0.1,
+    )
+    return replace(right, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "exit_code", "words"),
+    [
+        ({}, 0, "1/1 dimensions right, 1/1 verdicts right, 0 false alarms"),
+        ({"found": 1}, 1, "WRONG DIMENSION"),
+        ({"alarm": True}, 1, "1 false alarms"),
+        ({"scale": "blind"}, 1, "WRONG VERDICT: scale visible"),
+        ({"mean": "inert"}, 1, "WRONG VERDICT"),
+    ],
+)
+def test_the_table_says_what_is_wrong_and_the_exit_code_too(monkeypatch, capsys, changes, exit_code, words):
+    monkeypatch.setattr(planted, "examine", lambda case: row(case, **changes))
+    assert planted.main(only="saturated softmax") == exit_code
+    assert words in capsys.readouterr().out
+
+
+def test_a_name_that_no_case_has_lists_the_names(capsys):
+    assert planted.main(only="no such case") == 2
+    assert "alpha 1e-4" in capsys.readouterr().out
+
+
+def test_the_norm_monitor_alarms_at_a_doubling_over_30_loops_and_not_below():
+    def growing(factor):
+        net = planted.Net(16)
+        return planted.plant(net, lambda h, k: net.logits(h), loop=lambda h, k: factor * h)
+
+    assert planted.norm_monitor(growing(2.01 ** (1 / 29)))
+    assert not planted.norm_monitor(growing(1.99 ** (1 / 29)))
+
+
+def test_the_head_comparator_counts_the_null_space_of_the_centred_head():
+    head_VD = torch.randn(5, 8)
+    assert planted.head_null_space(head_VD) == 8 - 4
+    assert planted.head_null_space(torch.cat([head_VD, head_VD.mean(0, keepdim=True)])) == 8 - 4
+    assert planted.head_null_space(torch.randn(64, 8)) == 0
+    assert planted.head_null_space(torch.randn(64, 8) * torch.tensor([1.0] * 7 + [0.0])) == 1
+
+
+def test_a_planted_model_is_the_same_every_time():
+    first, second = planted.rmsnorm_readout_trained(16), planted.rmsnorm_readout_trained(16)
+    assert torch.equal(first.ids(), second.ids())
+    states = [ls.run_loops(planted_.model, first.ids()).states[-1].h_BTD for planted_ in (first, second)]
+    assert torch.equal(*states)
