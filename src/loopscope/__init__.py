@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from loopscope.auditing.result import AuditResult
     from loopscope.auditing.run import AuditOptions, audit
     from loopscope.auditing.search import Observable
+    from loopscope.auditing.watch import watch
     from loopscope.config import Config, ModelConfig, ObjectiveConfig, load_config
     from loopscope.errors import LoopscopeError
     from loopscope.inference.cache import KVCache
@@ -35,6 +36,7 @@ _HOME = {
     "loopscope.auditing.result": ("AuditResult",),
     "loopscope.auditing.run": ("AuditOptions", "audit"),
     "loopscope.auditing.search": ("Observable",),
+    "loopscope.auditing.watch": ("watch",),
     "loopscope.config": ("Config", "ModelConfig", "ObjectiveConfig", "load_config"),
     "loopscope.errors": ("LoopscopeError",),
     "loopscope.inference.cache": ("KVCache",),
@@ -77,6 +79,7 @@ __all__ = [
     "run_loops",
     "sample_depth",
     "scale_anchor",
+    "watch",
 ]
 
 
