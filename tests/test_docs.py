@@ -90,6 +90,19 @@ def test_every_json_field_is_documented(arguments, capsys):
         assert f"`{key}`" in section, f"{key} of loopscope {arguments[0]} --json is not in docs/json.md"
 
 
+def test_every_field_of_an_audit_is_documented(capsys):
+    quick = ["--states", "1", "--prefix", "4", "--tokens", "32", "--loops", "5"]
+    assert main(["audit", "preset:demo", "--json", *quick]) == 1
+
+    def keys(value):
+        if isinstance(value, dict):
+            return set(value).union(*map(keys, value.values()))
+        return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+    for key in keys(json.loads(capsys.readouterr().out)):
+        assert f"`{key}`" in PAGES["audit.md"], f"{key} of audit.json is not in docs/audit.md"
+
+
 def test_the_makefile_targets_the_readme_names_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (\w+) ", README):
