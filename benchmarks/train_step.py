@@ -55,6 +55,7 @@ CASES = (
 )
 
 
+EXIT_FRACTION = 0.25
 WARM_UP = 5
 """Steps after which denormals appear."""
 
@@ -164,6 +165,8 @@ class Timings:
     ours: list[float]
     plain: list[float]
     usual: list[float]
+    sampled: list[float]
+    """Ours with the early exits supervised at a quarter of the positions."""
     gflops: list[float]
 
 
@@ -180,13 +183,17 @@ def measure(case: Case, config: Config, rounds: int) -> tuple[Timings, float, fl
         difference = abs(plain(*batch) - ours(*batch))
         assert number or difference < 1e-3, f"the two models differ by {difference} at the first step"
     our_mib, plain_mib = (extra_peak_mib(partial(step, *batches[WARM_UP])) for step in (ours, plain))
-    timings = Timings([], [], [], [])
+    quarter = replace(config, objective=replace(config.objective, exit_fraction=EXIT_FRACTION))
+    sampled = our_step(build(config.model, seed=0), quarter)
+    sampled(*batches[WARM_UP])
+    timings = Timings([], [], [], [], [])
     with ExitStack() as stack:
         usual = stack.enter_context(_UsualProcess(case, config)) if case.faster_than_usual is not None else None
         for batch in batches[WARM_UP + 1 :]:
             timings.ours.append(_seconds(ours, batch))
             timings.gflops.append(sgemm_gflops())
             timings.plain.append(_seconds(plain, batch))
+            timings.sampled.append(_seconds(sampled, batch))
             if usual is not None:
                 timings.usual.append(usual.seconds(batch))
     return timings, our_mib, plain_mib
@@ -257,14 +264,16 @@ def report(case: Case, rounds: int) -> bool:
     tokens = case.batch * config.sequence_length
     flops = flops_per_token(config).total * tokens
     print(f"\n{case.name}, {case.batch}×{config.sequence_length} tokens, {rounds} rounds")
-    for name in ("ours", "plain", "usual"):
+    for name in ("ours", "plain", "usual", "sampled"):
         if seconds := getattr(timings, name):
             middle = statistics.median(seconds)
-            print(f"  {name:6} {middle * 1e3:9.1f} ms a step, {tokens / middle:8,.0f} tokens/s")
+            print(f"  {name:7} {middle * 1e3:9.1f} ms a step, {tokens / middle:8,.0f} tokens/s")
     mfu = [flops / seconds / (rate * 1e9) for seconds, rate in zip(timings.ours, timings.gflops, strict=True)]
     met = _verdict("tokens/s, ours over straightforward", _ratios(timings.plain, timings.ours), case.faster)
     met &= _verdict("MFU of ours", mfu, case.mfu)
     met &= _verdict("extra peak memory, straightforward over ours", [plain_mib / our_mib], _inverse(case.memory))
+    name = f"tokens/s, exits supervised at {EXIT_FRACTION:.0%} of positions over all"
+    _verdict(name, _ratios(timings.ours, timings.sampled), None)
     if timings.usual:
         met &= _verdict(
             "tokens/s, ours over as usually run", _ratios(timings.usual, timings.ours), case.faster_than_usual

@@ -58,4 +58,4 @@ def _trackio(config: Config, folder: Path) -> Listener:
     import trackio
 
     trackio.init(project="loopscope", name=folder.name, config=config_to_dict(config))
-    return lambda row: trackio.log({**scalars(row), "step": row["step"]})
+    return lambda row: trackio.log(scalars(row), step=row["step"])
