@@ -311,6 +311,19 @@ def unread_under_raw(width: int, channels: int) -> Planted:
     return plant(net, lambda h, k: net.logits(blank(h, channels)))
 
 
+def rolled_channels(width: int, channels: int) -> Planted:
+    """Each loop first moves all channels on by c; the exit of loop k leaves out those that were last at the start.
+
+    N_k = M_k with DF M_k = M_{k+1} + O(β): what one exit hides arrives where the next one does not look. Blind c.
+    """
+    net = Net(width)
+
+    def readout(h: Tensor, k: int) -> Tensor:
+        return net.logits(blank(h.roll(-channels * k, -1), channels))
+
+    return plant(net, readout, loop=lambda h, k: net.loop(h.roll(channels, -1), k))
+
+
 def lost_subspace(width: int, directions: int, norm: Callable[[Tensor], Tensor] | None) -> Planted:
     """Features (I − QQᵀ)·h, with Q a random orthonormal basis of r directions: N = span(Q). Blind r.
 
@@ -487,15 +500,19 @@ def bounded_mean(width: int) -> Planted:
     return plant(net, lambda h, k: net.logits(centred(h)), loop=lambda h, k: net.loop(rms(h), k))
 
 
-def unread_channels_beside_the_norm(width: int, channels: int) -> Planted:
+def unread_channels_beside_the_norm(width: int, channels: int, closing: bool) -> Planted:
     """The inter-loop norm, the readout's norm too, see the shown channels S only; M is carried beside them.
 
-    N = M ⊕ span(h_S). DF h_S = 0: removed. M is neither removed nor bounded. Blind c.
+    N = M ⊕ span(h_S). A norm that opens the loop removes h_S (DF h_S = 0); one that closes it leaves h_S unwritten (it
+    is not in range DF). By either cut M is neither removed nor bounded. Blind c.
     """
     net = Net(width)
 
+    def normed(h: Tensor) -> Tensor:
+        return torch.cat([rms(h[..., :-channels]), h[..., -channels:]], dim=-1)
+
     def loop(h: Tensor, k: int) -> Tensor:
-        return net.loop(torch.cat([rms(h[..., :-channels]), h[..., -channels:]], dim=-1), k)
+        return normed(net.loop(h, k)) if closing else net.loop(normed(h), k)
 
     return plant(net, lambda h, k: net.logits(rms(blank(h, channels))), loop=loop)
 
@@ -569,6 +586,15 @@ def terminal_raw_readout(width: int) -> Planted:
 def final_only_norm(width: int) -> Planted:
     """Raw below K, RMSNorm at K: N_k = 0 at every supervised k < K, so the scale that enters loop K is controlled."""
     return built(width, readout="final-only")
+
+
+def softcapped_logits(width: int, scale: float) -> Planted:
+    """Raw, logits c·tanh(z/c) with z = Wh ≈ 1 and c = 5: J = diag(1 − tanh²)·W, factors above 0.5. N = 0.
+
+    W makes up for the scale of the state. At another scale than its own the same readout would saturate.
+    """
+    net = Net(width, scale=scale, head_std=1 / scale, norm=partial(rms, eps=1e-6 * scale**2))
+    return plant(net, lambda h, k: 5 * torch.tanh(net.logits(h) / 5))
 
 
 def raw_last_readout(width: int, channels: int = 0) -> Planted:
@@ -650,6 +676,7 @@ class Kind:
     control: bool = False
 
 
+BESIDE = partial(unread_channels_beside_the_norm, channels=3)
 FAULTS = (
     Kind("rmsnorm", rmsnorm_readout, (16, 64, 512), 1),
     Kind("rmsnorm tiny state", partial(rmsnorm_readout, scale=1e-3), (32,), 1),
@@ -679,6 +706,7 @@ FAULTS = (
     Kind("3 unread after norm", partial(unread_after_the_norm, channels=3), (32,), 3),
     Kind("8 unread after norm", partial(unread_after_the_norm, channels=8), (32, 256), 8),
     Kind("3 unread, raw", partial(unread_under_raw, channels=3), (32,), 3, scale="visible"),
+    Kind("3 unread, rolled", partial(rolled_channels, channels=3), (32,), 3, scale="visible"),
     Kind("lost subspace, raw", partial(lost_subspace, directions=5, norm=None), (32, 128), 5, scale="visible"),
     Kind("lost subspace, rmsnorm", partial(lost_subspace, directions=4, norm=rms), (32,), 4),
     Kind("layernorm of shown channels", partial(layernorm_of_shown_channels, channels=3), (32,), 5, mean="blind"),
@@ -709,14 +737,15 @@ FAULTS = (
     Kind("undamped unread channels", partial(undamped_unread_channels, channels=3), (32,), 3, scale="visible"),
     Kind("damped unread channels", partial(damped_unread_channels, channels=3), (32,), 0, scale="visible"),
     Kind("leaky unread", partial(leaky_unread_channels, channels=3, strength=0.03), (32,), 0, scale="visible"),
-    Kind("leaky unread, strong", partial(leaky_unread_channels, channels=3, strength=0.3), (32,), 0, scale="visible"),
+    Kind("leaky unread, strong", partial(leaky_unread_channels, channels=3, strength=0.6), (32,), 0, scale="visible"),
     Kind("damped injection", partial(slow_leak, decay=0.5), (32, 128), 0, scale="damped"),
     Kind("uneven norm opens loop", norm_opens_the_loop, (32, 128), 0, scale="removed"),
     Kind("uneven norm closes loop", norm_closes_the_loop, (32, 128), 0, scale="removed"),
     Kind("low-rank head, bounded", partial(bounded_low_rank_head, vocab_size=23), (32,), 0, scale="visible"),
     Kind("3 unread, bounded", partial(bounded_unread_channels, channels=3), (32,), 0, scale="removed"),
     Kind("layernorm, bounded", bounded_mean, (32,), 0, scale="removed", mean="memory"),
-    Kind("3 unread beside the norm", partial(unread_channels_beside_the_norm, channels=3), (32,), 3, scale=None),
+    Kind("3 unread beside opening norm", partial(BESIDE, closing=False), (32,), 3, scale=None),
+    Kind("3 unread beside closing norm", partial(BESIDE, closing=True), (32,), 3, scale=None),
     Kind("penalty", partial(penalty, weight=0.01), (32, 128), 0, scale="visible"),
     Kind("penalty too small", partial(penalty, weight=1e-14), (32,), 1),
     Kind("anchor, 3 unread", partial(anchor_beside_unread_channels, channels=3), (32,), 3, scale="visible"),
@@ -733,6 +762,7 @@ CONTROLS = (
     _control("saturated softmax", partial(raw_readout, head_std=1000.0), (32,)),
     _control("tiny state", partial(raw_readout, scale=1e-3), (32,)),
     _control("huge state", partial(raw_readout, scale=1e4), (32,)),
+    _control("tiny state, softcapped", partial(softcapped_logits, scale=1e-3), (32,)),
     _control("large vocabulary", partial(raw_readout, vocab_size=32_768), (32,)),
     _control("final-only norm", final_only_norm, (32,)),
     _control("raw last readout", raw_last_readout, (32,)),

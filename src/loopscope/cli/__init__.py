@@ -13,10 +13,14 @@ from typing import Annotated, Any, Protocol, Union
 
 import tyro
 
+from loopscope.cli.audit import Audit
 from loopscope.cli.env import Env
 from loopscope.cli.eval import Eval
 from loopscope.cli.plan import Plan
 from loopscope.cli.quickstart import Quickstart
+from loopscope.cli.remedy import Remedy
+from loopscope.cli.report import Report
+from loopscope.cli.reproduce import Reproduce
 from loopscope.cli.terminal import say
 from loopscope.cli.train import Train
 from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
@@ -26,7 +30,10 @@ TOP_HELP = """Train, audit and run looped (depth-recurrent, weight-shared) langu
 examples:
   loopscope quickstart                   the blind spot in a few minutes, on this machine
   loopscope train --preset nano          train; Ctrl-C saves, the same command goes on
+  loopscope audit runs/NAME              which state variables the loop carries and no loss sees
   loopscope eval runs/NAME --depths 1..8 what exiting after each loop costs
+  loopscope reproduce --scale nano       the paper's claims, with verdicts, tables and figures
+  loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
 
@@ -44,7 +51,17 @@ class Verb(Protocol):
         ...
 
 
-VERBS: dict[str, type[Any]] = {"quickstart": Quickstart, "train": Train, "eval": Eval, "plan": Plan, "env": Env}
+VERBS: dict[str, type[Any]] = {
+    "quickstart": Quickstart,
+    "train": Train,
+    "audit": Audit,
+    "remedy": Remedy,
+    "eval": Eval,
+    "plan": Plan,
+    "reproduce": Reproduce,
+    "report": Report,
+    "env": Env,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,57 @@
+"""`loopscope report`: one HTML page about runs and reproductions, made from their files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import tyro
+from tyro.conf import Positional
+
+from loopscope.cli.terminal import print_json, print_text
+from loopscope.errors import EXIT_OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Flags of `loopscope report`."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Run folders, reproduction folders, or folders of them."""
+    out: Annotated[Path, tyro.conf.arg(aliases=("-o",))] = Path("report.html")
+    """The page to write."""
+    title: str | None = None
+    """Title of the page; by default what it is about."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    help: ClassVar[str] = """Write one self-contained page about runs: verdict, charts, audits, claims, configurations.
+
+Opens offline in any browser. Runs that are still going, failed, or not audited are shown as far as their files go.
+
+examples:
+  loopscope report runs/
+  loopscope report runs/rmsnorm runs/raw -o comparison.html
+  loopscope report reproduction/ -o report.html --json"""
+
+    def run(self) -> int:
+        """Build the page, write it, and say what it says first."""
+        from loopscope.report.build import write_report
+
+        page = write_report(self.runs, self.out, self.title)
+        size = self.out.stat().st_size
+        if self.json:
+            print_json(
+                report=str(self.out),
+                bytes=size,
+                runs=page.num_runs,
+                conditions=page.num_conditions,
+                tone=page.verdict.tone,
+                verdict=page.verdict.headline,
+                sentences=page.verdict.sentences,
+            )
+            return EXIT_OK
+        print_text("\n".join([page.verdict.headline, *(f"  {sentence}" for sentence in page.verdict.sentences)]))
+        print_text(f"{self.out}: {page.num_runs} run{'' if page.num_runs == 1 else 's'}, {size / 1e6:.1f} MB")
+        return EXIT_OK

@@ -1,0 +1,300 @@
+"""`loopscope reproduce`: the paper's grid, its claims with verdicts, tables and figures."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from loopscope.cli.terminal import print_json, print_tables, print_text, say
+from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from loopscope.experiments.conditions import CONDITIONS, GROUPS, Recipe, Scale, parse_conditions
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from loopscope.experiments.grid import Grid
+    from loopscope.experiments.ledger import Ledger, RowStatus
+    from loopscope.experiments.results import Results
+    from loopscope.experiments.schedule import Event, Overview
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduce:
+    """Flags of `loopscope reproduce`."""
+
+    scale: Scale = "nano"
+    """Size of the models; demo, nano and micro are for CPUs, the paper's own for GPUs."""
+    seeds: int = 3
+    """Seeds per condition: the paper's 42, 101 and 202 first."""
+    conditions: str = "all"
+    """Conditions with commas between; NAME:N runs it with N seeds."""
+    recipe: Recipe = "paper"
+    """The paper's recipe, or with scaled initialisation, warm-up and rotary positions."""
+    steps: int | None = None
+    """Optimiser steps of a row; by default the scale's, and the paper's four epochs at its own sizes."""
+
+    data: tuple[str, ...] | None = None
+    """Training text, as in `loopscope train`; by default the scale's."""
+    valid: tuple[str, ...] | None = None
+    """Validation text; by default the corpus's own, or documents held out of the training text."""
+    test_data: tuple[str, ...] | None = None
+    """Test text; by default the corpus's own, or held-out documents, where there are any."""
+    eval_tokens: int | None = None
+    """Most tokens of each split a finished row is evaluated on; by default all."""
+    audit: bool = True
+    """Audit every row; without, the claims that need it are not measured."""
+
+    out: Path | None = None
+    """Output folder; by default runs/reproduce-SCALE."""
+    on: str = "here"
+    """Where rows run: here, ray (a cluster of this machine) or ray:ADDRESS."""
+    rows_at_once: int | None = None
+    """Rows that run side by side; by default as many as there are cores for, and on Ray as it has room."""
+    threads: int = 1
+    """CPU threads of a row."""
+    gpus_per_row: int = 0
+    """GPUs of a row."""
+    retries: int = 2
+    """Further attempts at a row whose process crashed."""
+    rebuild: bool = False
+    """Run nothing; only make claims, tables and figures from the rows that are there."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    help: ClassVar[str] = f"""Train the paper's grid, audit it, and settle each claim of arXiv 2606.24898 at this scale.
+
+The same command goes on after an interruption; a second one on the same --out shares the work. Exit code 1 when a
+claim that holds in the paper does not hold here, or a row failed.
+
+conditions: {", ".join([*GROUPS, *CONDITIONS])}
+
+examples:
+  loopscope reproduce --scale demo --seeds 1 --conditions 2x2
+  loopscope reproduce --scale nano --data train.txt --valid valid.txt --test-data test.txt
+  loopscope reproduce --scale nano --conditions 2x2,per-loop+penalty,all:1 --out runs/record
+  loopscope reproduce --scale nano --conditions 2x2:1 --recipe modern --out runs/record
+  loopscope reproduce --scale paper-44m --on ray:auto --gpus-per-row 1
+  loopscope reproduce --rebuild --out runs/record"""
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "steps", "eval_tokens", "rows_at_once", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError.of(name, value, "must be at least 1")
+        for name in ("gpus_per_row", "retries"):
+            if getattr(self, name) < 0:
+                raise ConfigError.of(name, getattr(self, name), "must not be negative")
+        parse_conditions(self.conditions, self.seeds)
+
+    def run(self) -> int:
+        """Run what is not finished, then judge, and print."""
+        from loopscope.experiments.publish import publish
+
+        out = self.out or Path("runs") / f"reproduce-{self.scale}"
+        rows: list[RowStatus] = []
+        if not self.rebuild:
+            try:
+                with _terminated_like_ctrl_c():
+                    rows = self._run_rows(out)
+            except KeyboardInterrupt:
+                say(f"interrupted; rows were saved. Go on with: loopscope {shlex.join(sys.argv[1:])}")
+                return EXIT_INTERRUPTED
+        results, claims = publish(out, say)
+        return self._report(out, rows, results, claims)
+
+    def _run_rows(self, out: Path) -> list[RowStatus]:
+        from loopscope.experiments.backends import make_backend
+        from loopscope.experiments.grid import lay_out, record
+        from loopscope.experiments.ledger import Ledger
+        from loopscope.experiments.schedule import Schedule
+
+        grid = lay_out(self._request(), out, say)
+        record(grid, ["loopscope", *sys.argv[1:]])
+        _announce(grid)
+        ledger, rows = Ledger(out), grid.rows()
+        backend = make_backend(
+            self.on,
+            rows_at_once=self.rows_at_once,
+            threads=self.threads,
+            gpus=self.gpus_per_row,
+            retries=self.retries,
+        )
+        try:
+            with _shown(len(rows), ledger) as (on_event, on_view):
+                schedule = Schedule(ledger, rows, backend, retries=self.retries, on_event=on_event, on_view=on_view)
+                return schedule.run()
+        finally:
+            backend.close()
+
+    def _request(self) -> Any:
+        from loopscope.experiments.grid import Request
+
+        return Request(
+            scale=self.scale,
+            recipe=self.recipe,
+            counts=parse_conditions(self.conditions, self.seeds),
+            steps=self.steps,
+            data=self.data,
+            valid=self.valid,
+            test_data=self.test_data,
+            eval_tokens=self.eval_tokens,
+            audit=self.audit,
+            threads=self.threads,
+        )
+
+    def _report(self, out: Path, rows: list[RowStatus], results: Results, claims: dict[str, Any]) -> int:
+        from loopscope.experiments.claims import FAILS
+
+        mine = [claim for claim in claims["claims"] if self.rebuild or claim["recipe"] == self.recipe]
+        failing = [claim for claim in mine if claim["split"] == "valid" and claim["verdict"] == FAILS]
+        exit_code = EXIT_FINDINGS if failing or results.failures else EXIT_OK
+        if self.json:
+            failures = [vars(failure) for failure in results.failures]
+            print_json(
+                out=str(out),
+                scale=claims["scale"],
+                rows=[_row_json(row) for row in rows],
+                claims=claims["claims"],
+                failures=failures,
+            )
+            return exit_code
+        for recipe in results.recipes() if self.rebuild else [self.recipe]:
+            listed = [claim for claim in claims["claims"] if (claim["recipe"], claim["split"]) == (recipe, "valid")]
+            if listed:
+                print_tables(_claims_table(listed, f"{claims['scale']}, {recipe} recipe, validation text"))
+        print_text(_in_words(out, results, failing))
+        return exit_code
+
+
+def _announce(grid: Grid) -> None:
+    training = grid.common.training
+    say(
+        f"{len(grid.rows())} rows of {training.steps} steps ({grid.epochs:.2g} epochs) in {grid.out}; "
+        f"log of each row in rows/NAME/log.txt"
+    )
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _shown(total: int, ledger: Ledger) -> Iterator[tuple[Callable[[Event], None], Callable[[Overview], None]]]:
+    """Events and views of the whole: a live table on a terminal, a line per event elsewhere."""
+    if not sys.stderr.isatty():
+        latest: list[Overview] = []
+
+        def line(event: Event) -> None:
+            say(_event_line(event, latest[-1] if latest else None, total))
+            if event.what in ("failed", "retried"):
+                _quote_log(ledger, event)
+
+        def remember(overview: Overview) -> None:
+            latest[:] = [overview]
+
+        yield line, remember
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True)
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+
+        def news(event: Event) -> None:
+            if event.what in ("failed", "retried", "finished"):
+                console.print(f"{event.row.name} {event.what}: {event.message}", markup=False)
+
+        yield news, lambda overview: live.update(_live_table(overview))
+
+
+def _event_line(event: Event, overview: Overview | None, total: int) -> str:
+    text = f"{event.row.name} {event.what}: {event.message}"
+    if event.what != "finished" or overview is None:
+        return text
+    return f"{text} ({overview.finished} of {total} rows, {_left(overview)})"
+
+
+def _quote_log(ledger: Ledger, event: Event) -> None:
+    for line in ledger.last_words(event.row, lines=5):
+        say(f"  | {line}")
+
+
+def _live_table(overview: Overview) -> Table:
+    from rich.table import Table
+
+    title = f"{overview.finished} of {len(overview.rows)} rows finished, {_left(overview)}"
+    table = Table("row", "state", title=title, title_justify="left")
+    for name in ("step", "CE", "‖h_K‖", "attempt", "seconds"):
+        table.add_column(name, justify="right")
+    for row in overview.rows:
+        if row.state == "open" and not row.step:
+            continue
+        state = f"{row.state}: {row.stage}" if row.state == "running" and row.stage else row.state
+        ce, norm = (f"{value:.4g}" if value is not None else "" for value in (row.ce, row.norm))
+        step = f"{row.step}/{row.spec.config.training.steps}"
+        table.add_row(row.spec.name, state, step, ce, norm, str(row.attempts or ""), f"{row.seconds:.0f}")
+    waiting = sum(row.state == "open" and not row.step for row in overview.rows)
+    if waiting:
+        table.caption, table.caption_justify = f"and {waiting} rows that have not begun", "left"
+    return table
+
+
+def _left(overview: Overview) -> str:
+    left = overview.seconds_left
+    return "time left not known yet" if left is None else f"{timedelta(seconds=round(left))} left"
+
+
+@contextmanager
+def _terminated_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM stops rows as Ctrl-C does: they save."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- the result ------------------------------------------------------------------------------------------------------
+
+
+def _row_json(row: RowStatus) -> dict[str, Any]:
+    return {
+        "name": row.spec.name,
+        "state": row.state,
+        "seconds": row.seconds,
+        "attempts": row.attempts,
+        "error": row.error,
+    }
+
+
+def _claims_table(claims: list[dict[str, Any]], title: str) -> Table:
+    from rich.table import Table
+
+    from loopscope.experiments.tables import claims_table
+
+    made = claims_table(claims)
+    shown = [column for column, name in enumerate(made.header) if name != "rule"]
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for column in shown:
+        table.add_column(made.header[column], overflow="fold")
+    for row in made.rows:
+        table.add_row(*(row[column] for column in shown))
+    return table
+
+
+def _in_words(out: Path, results: Results, failing: list[dict[str, Any]]) -> str:
+    lines = [f"{claim['id']} does not hold at this scale: {claim['reason']}" for claim in failing]
+    lines += [f"{failure.name} failed: {failure.error} (log in {out}/rows)" for failure in results.failures]
+    differences = {d["field"] for recipe in results.grid["recipes"].values() for d in recipe["differences"]}
+    lines.append(f"{len(differences)} differences from the paper: {out}/tables/differences.md")
+    lines.append(f"{len(results.rows)} rows; claims.json, tables and figures in {out}")
+    return "\n".join(lines)

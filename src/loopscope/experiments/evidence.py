@@ -1,0 +1,318 @@
+"""The evidence for the paper's claims C1–C9 and C11: numbers seed by seed, each with the rule its mean has to obey.
+
+Rules that the paper gives no number for are ours and were fixed before the first run. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from loopscope.experiments.results import (
+    RowResult,
+    View,
+    alpha_range,
+    clamps,
+    difference,
+    exit_failure,
+    final_norm,
+    final_perplexity,
+    finite,
+    raw_at,
+    shown,
+)
+
+RMSNORM, RAW, PENALTY = "per-loop+rmsnorm", "per-loop+raw", "per-loop+penalty"
+CORNERS = ("terminal+rmsnorm", "terminal+raw", RMSNORM, RAW)
+CONTROLLED = (RAW, "per-loop+final-only", PENALTY)
+"""Per-loop models whose scale something controls."""
+LINEAR_BELOW = 0.1
+"""Nats: exit failures are drawn and compared on a symlog axis that is linear below this (Figure 1)."""
+ROLLOUT = 30
+"""Loops of the audit's rollout."""
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The rule a mean has to obey."""
+
+    kind: Literal["at least", "at most", "below"]
+    limit: float
+
+    def obeyed(self, value: float) -> bool:
+        """Whether a value obeys it."""
+        if self.kind == "at least":
+            return value >= self.limit
+        return value < self.limit if self.kind == "below" else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A measured number, seed by seed; without a bound it is there to be read."""
+
+    name: str
+    unit: str
+    seeds: dict[int, float]
+    bound: Bound | None = None
+    needed: bool = True
+    """A claim without this quantity is not measured."""
+    every: bool = False
+    """Not only the mean: every seed has to obey the bound."""
+    told: bool = False
+    """Shown with the claim although no rule is about it."""
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over seeds."""
+        return float(np.mean(list(self.seeds.values()))) if self.seeds else None
+
+    @property
+    def obeyed(self) -> bool | None:
+        """Whether the mean (or every seed) obeys the bound; None without a bound or a measurement."""
+        if self.bound is None or self.mean is None:
+            return None
+        return all(map(self.bound.obeyed, self.seeds.values())) if self.every else self.bound.obeyed(self.mean)
+
+    def in_words(self) -> str:
+        """Name, mean, rule, and how many seeds obey it by themselves."""
+        assert self.bound is not None
+        agreeing = sum(self.bound.obeyed(value) for value in self.seeds.values())
+        return f"{self.name} {shown(self.mean)} (must be {self.bound}; {agreeing} of {len(self.seeds)} seeds)"
+
+    def to_json(self) -> dict[str, Any]:
+        """As claims.json keeps it."""
+        interval = bootstrap(list(self.seeds.values()))
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "seeds": [{"seed": seed, "value": value} for seed, value in self.seeds.items()],
+            "n": len(self.seeds),
+            "mean": self.mean,
+            "low": interval[0] if interval else None,
+            "high": interval[1] if interval else None,
+            "rule": None if self.bound is None else str(self.bound),
+            "obeyed": self.obeyed,
+            "headline": self.told or self.bound is not None,
+        }
+
+
+def bootstrap(values: list[float]) -> tuple[float, float] | None:
+    """95 % percentile interval of the mean over resampled seeds; one seed has none."""
+    if len(values) < 2:
+        return None
+    draws = np.random.default_rng(0).choice(np.array(values), (RESAMPLES, len(values)))
+    low, high = np.percentile(draws.mean(axis=1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def symlog(nats: float) -> float:
+    """The vertical axis of Figure 1: linear near zero, logarithmic beyond."""
+    return math.copysign(math.log1p(abs(nats) / LINEAR_BELOW), nats)
+
+
+def _ratio(view: View, above: str, below: str) -> dict[int, float]:
+    return {seed: a / b for seed, (a, b) in view.paired(final_norm, above, below).items() if b}
+
+
+def _norms(view: View, *conditions: str) -> list[Quantity]:
+    return [Quantity(f"final norm, {name}", "‖H_K‖", view.each(name, final_norm)) for name in conditions]
+
+
+def c1(view: View) -> list[Quantity]:
+    """How much larger the norm is through RMSNorm than raw."""
+    ratio = Quantity("norm ratio", "×", _ratio(view, RMSNORM, RAW), Bound("at least", 10))
+    return [ratio, *_norms(view, RMSNORM, RAW)]
+
+
+def c2(view: View) -> list[Quantity]:
+    """Which factor moves exits and which moves norms, on the axes of Figure 1."""
+    gaps, norms = view.paired(exit_failure, *CORNERS), view.paired(final_norm, *CORNERS)
+    gap_moves = {seed: _moves(tuple(map(symlog, corners))) for seed, corners in gaps.items()}
+    norm_moves = {seed: _moves(tuple(map(math.log, corners))) for seed, corners in norms.items() if min(corners) > 0}
+    tiny = 1e-9
+    by_placement = {seed: placement / max(readout, tiny) for seed, (placement, readout) in gap_moves.items()}
+    by_readout = {seed: readout / max(placement, tiny) for seed, (placement, readout) in norm_moves.items()}
+    return [
+        Quantity("exit failure: moved by placement over moved by readout", "×", by_placement, Bound("at least", 2)),
+        Quantity("norm: moved by readout over moved by placement", "×", by_readout, Bound("at least", 2)),
+        *(Quantity(f"exit failure, {name}", "nats", view.each(name, exit_failure)) for name in CORNERS),
+        *_norms(view, *CORNERS),
+    ]
+
+
+def _moves(corners: tuple[float, ...]) -> tuple[float, float]:
+    """How far placement and readout move a coordinate: means of absolute simple effects, which cannot cancel."""
+    terminal_norm, terminal_raw, every_norm, every_raw = corners
+    placement = (abs(terminal_norm - every_norm) + abs(terminal_raw - every_raw)) / 2
+    readout = (abs(terminal_norm - terminal_raw) + abs(every_norm - every_raw)) / 2
+    return placement, readout
+
+
+def c3(view: View) -> list[Quantity]:
+    """How much of the norm the penalty leaves."""
+    ratio = Quantity("norm ratio", "×", _ratio(view, PENALTY, RMSNORM), Bound("at most", 0.2))
+    return [ratio, *_norms(view, PENALTY, RMSNORM)]
+
+
+def c4(view: View) -> list[Quantity]:
+    """How much of the norm, and of its growth, an inter-loop norm leaves."""
+    normed = "per-loop+inter-loop-norm"
+    return [
+        Quantity("norm ratio", "×", _ratio(view, normed, RMSNORM), Bound("at most", 0.2)),
+        Quantity(f"growth from loop K to {ROLLOUT}", "×", view.each(normed, _growth), Bound("at most", 1.1)),
+        *_norms(view, normed, RMSNORM),
+    ]
+
+
+def _growth(row: RowResult, split: str) -> float | None:
+    norms = {loop["k"]: finite(loop["norm"]) for loop in row.loops()}
+    last, trained = norms.get(ROLLOUT), norms.get(row.num_loops)
+    return last / trained if last is not None and trained else None
+
+
+def c5(view: View) -> list[Quantity]:
+    """What share of the gradient points along the state."""
+    hidden, visible = _shares(view, raw=False), _shares(view, raw=True)
+    return [
+        Quantity("largest share through a norm", "share", _per_seed(hidden, max), Bound("at most", 1e-4), every=True),
+        Quantity(
+            "smallest share through raw, × √d", "share·√d", _per_seed(visible, min), Bound("at least", 0.3), every=True
+        ),
+    ]
+
+
+def _shares(view: View, *, raw: bool) -> dict[int, list[float]]:
+    """Radial gradient shares of all rows and loops that are read out raw, or through a norm, by seed."""
+    found: dict[int, list[float]] = {}
+    for row in view.rows:
+        factor = math.sqrt(row.width) if raw else 1.0
+        for loop in row.loops():
+            share = finite(loop.get("radial_gradient_share"))
+            if share is not None and raw_at(row, loop["k"]) == raw:
+                found.setdefault(row.seed, []).append(factor * share)
+    return found
+
+
+def _per_seed(values: dict[int, list[float]], choose: Callable[[list[float]], float]) -> dict[int, float]:
+    return {seed: choose(listed) for seed, listed in sorted(values.items())}
+
+
+def c6(view: View) -> list[Quantity]:
+    """How well ã/d predicts the increments of scale, and how constant angular step × scale is."""
+    return [
+        Quantity("relative error of ã/d", "share", view.each(RMSNORM, _prediction_error), Bound("at most", 0.05)),
+        Quantity("spread of angular step × scale", "sd / mean", view.each(RMSNORM, _spread), Bound("at most", 0.2)),
+        Quantity("loops with s ≥ 10·‖b⊥‖", "loops", view.each(RMSNORM, lambda row, split: float(len(large(row))))),
+    ]
+
+
+def large(row: RowResult) -> list[dict[str, Any]]:
+    """Loops at which scale is at least ten times the tangential update: where Lemma 2 is to leading order exact."""
+    complete = [loop for loop in row.loops() if finite(loop.get("radial_increment")) is not None]
+    return [loop for loop in complete if loop["scale"] >= 10 * loop["tangential_update"]]
+
+
+def _prediction_error(row: RowResult, split: str) -> float | None:
+    """Σ |measured − predicted| / Σ |measured| over those loops: an increment of next to nothing weighs as little."""
+    loops = large(row)
+    total = sum(abs(loop["radial_increment"]) for loop in loops)
+    error = sum(abs(loop["radial_increment"] - loop["predicted_increment"]) for loop in loops)
+    return error / total if len(loops) > 1 and total > 0 else None
+
+
+def _spread(row: RowResult, split: str) -> float | None:
+    steps = [loop["angular_step_times_scale"] for loop in large(row)]
+    return float(np.std(steps, ddof=1) / np.mean(steps)) if len(steps) > 1 and np.mean(steps) > 0 else None
+
+
+def c7(view: View) -> list[Quantity]:
+    """How much the loss changes when the final state is scaled."""
+    return [
+        Quantity("range of CE, RMSNorm", "nats", view.each(RMSNORM, alpha_range), Bound("at most", 0.01)),
+        Quantity("range of CE, raw", "nats", view.each(RAW, alpha_range), Bound("at least", 0.1)),
+    ]
+
+
+def c8(view: View) -> list[Quantity]:
+    """What removing or freezing the growth of scale costs."""
+    signed = view.each(RMSNORM, largest_clamp)
+    return [
+        Quantity("largest |ΔCE|", "nats", _sizes(signed), Bound("at most", 0.01)),
+        Quantity("that ΔCE with its sign", "nats", signed, told=True),
+    ]
+
+
+def _sizes(signed: dict[int, float]) -> dict[int, float]:
+    """Absolute values: signed ones could cancel between seeds."""
+    return {seed: abs(value) for seed, value in signed.items()}
+
+
+def largest_clamp(row: RowResult, split: str) -> float | None:
+    """The ΔCE of largest size among the radial clamps, with its sign."""
+    deltas = [intervention["delta_ce"] for intervention in clamps(row)]
+    return max(deltas, key=abs) if deltas else None
+
+
+def c9(view: View) -> list[Quantity]:
+    """What loops gain, and whether that beats the RMSNorm model at every depth."""
+    flat = _sizes(view.each(RMSNORM, _gain))
+    quantities = [Quantity("|ΔCE| from 1 to K, RMSNorm", "nats", flat, Bound("at most", 0.02))]
+    measured = [name for name in CONTROLLED if view.each(name, _gain)]
+    for name in CONTROLLED:
+        needed = not measured  # some of them must be there; the others are named as missing
+        gain = Quantity(f"ΔCE from 1 to K, {name}", "nats", view.each(name, _gain), Bound("below", 0), needed)
+        worst = _worst_excess(view, name)
+        excess = Quantity(f"largest PPL excess at K ≥ 2, {name}", "PPL", worst, Bound("below", 0), needed)
+        quantities += [gain, excess]
+    changes = [
+        Quantity(f"ΔPPL from 1 to K, {name}", "PPL", view.each(name, _ppl_gain)) for name in (RMSNORM, *measured)
+    ]
+    return quantities + changes
+
+
+def _gain(row: RowResult, split: str) -> float | None:
+    return difference(row.score(split, row.num_loops, "ce"), row.score(split, 1, "ce"))
+
+
+def _ppl_gain(row: RowResult, split: str) -> float | None:
+    return difference(final_perplexity(row, split), row.score(split, 1, "perplexity"))
+
+
+def _worst_excess(view: View, name: str) -> dict[int, float]:
+    """By seed, the largest PPL(controlled) − PPL(RMSNorm) over depths 2..K."""
+    found = {}
+    for seed, row in view.of(name).items():
+        if (other := view.of(RMSNORM).get(seed)) is None:
+            continue
+        excess = [_excess(row, other, view.split, k) for k in range(2, row.num_loops + 1)]
+        if known := [value for value in excess if value is not None]:
+            found[seed] = max(known)
+    return found
+
+
+def _excess(row: RowResult, other: RowResult, split: str, k: int) -> float | None:
+    return difference(row.score(split, k, "perplexity"), other.score(split, k, "perplexity"))
+
+
+def c11(view: View) -> list[Quantity]:
+    """What terminal supervision wins at full depth and loses at exits."""
+
+    def advantage(terminal: str, dense: str) -> dict[int, float]:
+        return {seed: a - b for seed, (a, b) in view.paired(final_perplexity, terminal, dense).items()}
+
+    terminal, terminal_raw = CORNERS[:2]
+    unusable = view.each(terminal, exit_failure)
+    return [
+        Quantity("PPL(K), terminal − per-loop", "PPL", advantage(terminal, RMSNORM), Bound("below", 0)),
+        Quantity("CE(1) − CE(K), terminal", "nats", unusable, Bound("at least", 1)),
+        Quantity("PPL(K), terminal − per-loop, raw readouts", "PPL", advantage(terminal_raw, RAW)),
+        Quantity("CE(1) − CE(K), terminal, raw readout", "nats", view.each(terminal_raw, exit_failure)),
+    ]

@@ -1,0 +1,278 @@
+"""Figures 1–4 of arXiv 2606.24898 and the α-sweep, from the files of a grid, as SVG and PDF. No torch here.
+
+The same files give the same bytes: no dates, fixed identifiers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from loopscope.experiments.conditions import CONDITIONS
+from loopscope.experiments.evidence import LINEAR_BELOW, ROLLOUT
+from loopscope.experiments.results import Measure, Results, RowResult, View, exit_failure, final_norm, finite, mean
+
+# Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
+STYLES: dict[str, tuple[str, str]] = {
+    "terminal+rmsnorm": ("#000000", "s"),
+    "terminal+raw": ("#8c8c8c", "D"),
+    "per-loop+rmsnorm": ("#d55e00", "o"),
+    "per-loop+raw": ("#0072b2", "^"),
+    "per-loop+final-only": ("#56b4e9", "v"),
+    "terminal+penalty": ("#7a6a2f", "P"),
+    "per-loop+penalty": ("#009e73", "X"),
+    "per-loop+inter-loop-norm": ("#cc79a7", "*"),
+    "per-loop+layernorm": ("#e69f00", "p"),
+}
+SETTINGS: dict[Any, Any] = {
+    "svg.hashsalt": "loopscope",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+NO_DATES: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+Draw = Callable[[View], Figure | None]
+
+
+def draw_all(results: Results, folder: Path) -> list[Path]:
+    """Every figure that the rows have the numbers for; those of another recipe than the paper's carry its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    for recipe in results.recipes():
+        for name, draw in FIGURES.items():
+            with mpl.rc_context(SETTINGS):
+                figure = draw(results.view(recipe))
+                if figure is not None:
+                    written += _save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
+    return written
+
+
+def _save(figure: Figure, path: Path) -> Iterator[Path]:
+    for ending, metadata in NO_DATES.items():
+        target = path.with_name(f"{path.name}.{ending}")
+        figure.savefig(target, metadata=metadata, bbox_inches="tight")
+        yield target
+
+
+def _figure(columns: int = 1, *, width: float = 8.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+
+
+def _points(axes: Axes, view: View, first: Measure, second: Measure) -> bool:
+    """Each seed as a small point and each condition's mean as a large one; says whether there was anything to draw.
+
+    Large points are hollow, so that one on top of another can be seen.
+    """
+    drawn = False
+    for name in view.conditions():
+        found = view.paired_measures(name, first, second)
+        if not found:
+            continue
+        drawn = True
+        colour, marker = STYLES[name]
+        xs, ys = zip(*found, strict=True)
+        axes.scatter(xs, ys, s=14, color=colour, marker=marker, linewidths=0)
+        look: dict[str, Any] = {"facecolors": "none", "edgecolors": colour, "linewidths": 1.8, "zorder": 3}
+        axes.scatter(mean(xs), mean(ys), s=90, marker=marker, label=_label(view, name), **look)
+    return drawn
+
+
+def _plain(axis: Axis) -> None:
+    """Ticks as numbers, not as powers of ten."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+
+
+# --- Figure 1: the 2×2 plane -----------------------------------------------------------------------------------------
+
+
+def exit_plane(view: View) -> Figure | None:
+    """Exit failure CE(1) − CE(K) against the final norm: placement moves one, the readout the other."""
+    figure, (axes,) = _figure()
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=LINEAR_BELOW)
+    if not _points(axes, view, final_norm, exit_failure):
+        return None
+    axes.margins(0.08)
+    _plain(axes.xaxis)
+    _plain(axes.yaxis)
+    axes.axhline(0, color="0.5", linewidth=0.8)
+    axes.set_xlabel("final norm ‖H_K‖ (scale drifts →)")
+    axes.set_ylabel("CE(1) − CE(K), nats (exits fail ↑)")
+    axes.set_title("Exit failure and norm drift")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+# --- Figure 2: visibility and activity -------------------------------------------------------------------------------
+
+
+def visibility_activity(view: View) -> Figure | None:
+    """How well the loss sees the scale, against how strongly the loop carries it."""
+    figure, (axes,) = _figure()
+    axes.set_xscale("symlog", linthresh=1e-6)
+    if not _points(axes, view, _of_scale("visibility"), _of_scale("activity")):
+        return None
+    axes.set_ylim(min(-0.05, axes.get_ylim()[0]), max(1.15, axes.get_ylim()[1]))
+    axes.set_xlabel("visibility of scale to the loss")
+    axes.set_ylabel("activity: gain of scale through the next loop")
+    axes.set_title("Carried and not seen (upper left): a blind spot")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def _of_scale(field: str) -> Callable[[RowResult, str], float | None]:
+    def measure(row: RowResult, split: str) -> float | None:
+        variables = (row.audit or {}).get("variables", ())
+        return next((finite(variable.get(field)) for variable in variables if variable["name"] == "scale"), None)
+
+    return measure
+
+
+# --- Figure 3: thirty loops ------------------------------------------------------------------------------------------
+
+
+def thirty_loops(view: View) -> Figure | None:
+    """Scale, its increments with their prediction, and angular step × scale, over the audit's rollout."""
+    names = [name for name in view.conditions() if any(row.loops() for row in view.of(name).values())]
+    if not names:
+        return None
+    figure, (scale, increment, angle) = _figure(3, width=11.5, height=3.9)
+    for name in names:
+        colour, marker = STYLES[name]
+        line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3, "linewidth": 1.2}
+        scale.plot(*_over_loops(view, name, "scale"), label=_label(view, name), **line)
+        ks, predicted = _over_loops(view, name, "predicted_increment")
+        increment.plot(ks, predicted, color=colour, linewidth=1.2)
+        increment.plot(*_over_loops(view, name, "radial_increment"), **{**line, "linewidth": 0})
+        angle.plot(*_over_loops(view, name, "angular_step_times_scale"), **line)
+    scale.set_yscale("log")
+    increment.set_yscale("symlog", linthresh=0.01)
+    angle.set_yscale("log")
+    scale.set_title("scale s_k")
+    increment.set_title("increment of s: measured (marks), ã/d (lines)")
+    angle.set_title("angular step × scale")
+    for axes in (scale, increment, angle):
+        axes.set_xlabel("loop k")
+        axes.set_xlim(0, ROLLOUT + 1)
+        for depth in {row.num_loops for row in view.rows}:
+            axes.axvline(depth, color="0.5", linewidth=0.8, linestyle=":")
+    figure.legend(loc="outside lower center", ncols=5)
+    return figure
+
+
+def _over_loops(view: View, name: str, field: str) -> tuple[list[int], list[float]]:
+    """Means over seeds at every loop that has the field."""
+    values: dict[int, list[float]] = {}
+    for row in view.of(name).values():
+        for loop in row.loops():
+            if (value := finite(loop.get(field))) is not None:
+                values.setdefault(loop["k"], []).append(value)
+    ks = sorted(values)
+    return ks, [mean(values[k]) for k in ks]
+
+
+# --- Figure 4: the frontier ------------------------------------------------------------------------------------------
+
+
+def frontier(view: View) -> Figure | None:
+    """Perplexity against throughput at every trained depth, of the models whose exits are trained."""
+    names = [name for name in view.conditions() if CONDITIONS[name].placement == "per-loop"]
+    if not names:
+        return None
+    figure, (axes,) = _figure()
+    at_depth: dict[int, list[float]] = {}
+    for name in names:
+        colour, marker = STYLES[name]
+        rows = list(view.of(name).values())
+        ks = range(1, rows[0].num_loops + 1)
+        speeds = [mean(_speed(row, k) for row in rows) for k in ks]
+        quality = [mean(row.score(view.split, k, "perplexity") or math.nan for row in rows) for k in ks]
+        axes.plot(speeds, quality, color=colour, marker=marker, markersize=5, linewidth=1.2, label=_label(view, name))
+        for k, speed in zip(ks, speeds, strict=True):
+            at_depth.setdefault(k, []).append(speed)
+    axes.set_xscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain(axis)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks([mean(speeds) for speeds in at_depth.values()])
+    axes.set_xticklabels([f"{mean(speeds):,.0f}\nK = {k}" for k, speeds in at_depth.items()])
+    axes.set_xlabel("tokens per second at depth K (one readout)")
+    axes.set_ylabel("validation perplexity")
+    axes.set_title("Compute and quality, per-loop models")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def _speed(row: RowResult, k: int) -> float:
+    return next(each["tokens_per_second"] for each in row.evaluation["throughput"] if each["k"] == k)
+
+
+# --- the α-sweep -----------------------------------------------------------------------------------------------------
+
+
+def alpha_sweep(view: View) -> Figure | None:
+    """Change of CE at full depth when the final state is scaled by α before the readout."""
+    curves = {name: _curve(view, name) for name in view.conditions()}
+    curves = {name: curve for name, curve in curves.items() if curve[0]}
+    if not curves:
+        return None
+    figure, (axes,) = _figure()
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=0.01)
+    for place, (name, (alphas, change)) in enumerate(curves.items()):
+        colour, marker = STYLES[name]
+        width = 1 + 0.4 * (len(curves) - place)  # lines that lie on one another are seen as stripes
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": width}
+        axes.plot(alphas, change, label=_label(view, name), **look)
+    _plain(axes.xaxis)
+    _plain(axes.yaxis)
+    axes.set_xlabel("α: final state × α before the readout")
+    axes.set_ylabel("change of CE at loop K, nats")
+    axes.set_title("What the loss sees of the scale")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def _curve(view: View, name: str) -> tuple[list[float], list[float]]:
+    """The αs, and the mean over seeds of CE(α) − CE(1)."""
+    alphas: list[float] = []
+    changes = []
+    for row in view.of(name).values():
+        sweep = (row.audit or {}).get("alpha_sweep", {})
+        last = next((loop for loop in sweep.get("loops", ()) if loop["k"] == row.num_loops), None)
+        if last is not None and sweep["alphas"] == (alphas or sweep["alphas"]):
+            alphas = sweep["alphas"]
+            unscaled = last["ce"][min(range(len(alphas)), key=lambda n: abs(math.log(alphas[n])))]
+            changes.append([value - unscaled for value in last["ce"]])
+    return alphas, [mean(column) for column in zip(*changes, strict=True)]
+
+
+def _label(view: View, name: str) -> str:
+    return f"{CONDITIONS[name].title} (n={len(view.of(name))})"
+
+
+FIGURES: dict[str, Draw] = {
+    "figure1_exit_plane": exit_plane,
+    "figure2_visibility_activity": visibility_activity,
+    "figure3_thirty_loops": thirty_loops,
+    "figure4_frontier": frontier,
+    "alpha_sweep": alpha_sweep,
+}

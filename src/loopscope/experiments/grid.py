@@ -1,0 +1,265 @@
+"""A grid: condition × seed under one recipe, everything else equal, in one output folder.
+
+OUT/grid.json         commands, common configuration, differences from the paper, data, versions
+OUT/tokenizer/        fitted once, on the training text alone, and copied into every row
+OUT/rows/NAME/        a run folder as `loopscope train` makes it, and row.json, eval.json, audit.json, log.txt
+OUT/claims.json, OUT/tables/, OUT/figures/      made from the files above
+
+No torch here: rows are processes of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from loopscope.config import Config, config_from_dict, config_to_dict
+from loopscope.data.prepare import Prepared, prepare
+from loopscope.errors import RunError
+from loopscope.experiments.conditions import (
+    CONDITIONS,
+    PAPER_EPOCHS,
+    Recipe,
+    Scale,
+    apply_recipe,
+    choose_seeds,
+    differences,
+)
+from loopscope.machine import versions
+from loopscope.presets import preset
+from loopscope.runs import git_state, write_atomically
+
+SCHEMA_VERSION = 1
+EXTRA_LOOPS = 4
+"""Loops beyond the trained depth at which a row is evaluated too."""
+HOW_NOT_WHAT = frozenset({"threads"})
+"""Fields in which a finished row may differ from the one asked for: they say how it was run, not what it learned."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSpec:
+    """Everything the process of one row has to know."""
+
+    condition: str
+    recipe: Recipe
+    seed: int
+    config: Config
+    test_data: tuple[str, ...] | None = None
+    """Test text; None takes the corpus's own test split where it has one."""
+    eval_tokens: int | None = None
+    """Most tokens of each split that are evaluated; None means all."""
+    audit: bool = True
+
+    @property
+    def name(self) -> str:
+        """Its folder: condition, recipe where it is not the paper's, seed."""
+        return f"{self.condition}{'' if self.recipe == 'paper' else '-' + self.recipe}-s{self.seed}"
+
+    def to_json(self) -> str:
+        """One line that `from_json` reads back."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps({**values, "config": config_to_dict(self.config)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The row that `to_json` wrote."""
+        values = json.loads(text)
+        test_data = None if values["test_data"] is None else tuple(values["test_data"])
+        return cls(**{**values, "config": config_from_dict(values["config"]), "test_data": test_data})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks for."""
+
+    scale: Scale = "nano"
+    recipe: Recipe = "paper"
+    counts: dict[str, int]
+    """Seeds per condition."""
+    steps: int | None = None
+    """Optimiser steps; None takes the scale's: a preset's, or the paper's four epochs."""
+    data: tuple[str, ...] | None = None
+    valid: tuple[str, ...] | None = None
+    test_data: tuple[str, ...] | None = None
+    eval_tokens: int | None = None
+    audit: bool = True
+    threads: int | None = 1
+
+    def base(self) -> Config:
+        """The scale's preset on the text asked for."""
+        base = preset(self.scale)
+        data = replace(base.data, data=self.data or base.data.data, valid=self.valid or base.data.valid)
+        return replace(base, data=data, training=replace(base.training, threads=self.threads))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The rows of one request, and the configuration they share."""
+
+    out: Path
+    request: Request
+    common: Config
+    epochs: float
+    data: dict[str, Any]
+    """What a manifest keeps of the data."""
+
+    def rows(self) -> list[RowSpec]:
+        """All rows; the first seed of every condition comes before the second of any."""
+        counts = self.request.counts
+        seeds = choose_seeds(max(counts.values()))
+        pairs = [(seed, name) for n, seed in enumerate(seeds) for name, count in counts.items() if n < count]
+        return [self._row(name, seed) for seed, name in pairs]
+
+    def _row(self, name: str, seed: int) -> RowSpec:
+        config = CONDITIONS[name].apply(self.common)
+        return RowSpec(
+            condition=name,
+            recipe=self.request.recipe,
+            seed=seed,
+            config=replace(config, training=replace(config.training, seed=seed)),
+            test_data=self.request.test_data,
+            eval_tokens=self.request.eval_tokens,
+            audit=self.request.audit,
+        )
+
+
+def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -> Grid:
+    """Open the text, fit the tokenizer once, and settle the configuration that all rows share.
+
+    Another size than the scale's comes in as `base`.
+    """
+    base = base or request.base()
+    with _locked(out):
+        prepared = prepare(base, out / "tokenizer", say)
+    windows = _windows(base, prepared)
+    steps = request.steps
+    if steps is None:
+        epochs_wanted = request.scale.startswith("paper-")
+        steps = round(PAPER_EPOCHS * windows / base.training.batch) if epochs_wanted else base.training.steps
+    common = apply_recipe(replace(base, training=_intervals(base, max(1, steps))), request.recipe)
+    epochs = common.training.steps * common.training.batch / windows
+    return Grid(out=out, request=request, common=common, epochs=epochs, data=prepared.manifest())
+
+
+def record(grid: Grid, command: list[str]) -> None:
+    """Write grid.json, or add this request to it; a folder holds one scale and one configuration per recipe."""
+    path = grid.out / "grid.json"
+    with _locked(grid.out):
+        before = json.loads(path.read_text("utf-8")) if path.exists() else None
+        if before is not None:
+            _check_same(grid, before)
+        write_json(path, _described(grid, command, before or {}))
+
+
+def update_differences(out: Path, bf16: bool) -> None:
+    """Add to grid.json what only a row can tell: whether it ran in bfloat16."""
+    path = out / "grid.json"
+    with _locked(out):
+        known = json.loads(path.read_text("utf-8"))
+        for part in known["recipes"].values():
+            common = config_from_dict(part["config"])
+            found = differences(common, known["scale"], epochs=part["epochs"], bf16=bf16)
+            part["differences"] = [dataclasses.asdict(difference) for difference in found]
+        write_json(path, known)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """JSON as all files of a grid are written: whole or not at all."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """Name and both values of the first field in which two configurations would learn something else."""
+    for section, fields in now.items():
+        for name, value in fields.items():
+            if name not in HOW_NOT_WHAT and value != before[section][name]:
+                return name, before[section][name], value
+    return None
+
+
+def _described(grid: Grid, command: list[str], before: dict[str, Any]) -> dict[str, Any]:
+    request = grid.request
+    recipes = before.get("recipes", {})
+    seeds = recipes.get(request.recipe, {}).get("seeds", {})
+    asked = {name: list(choose_seeds(max(count, len(seeds.get(name, ()))))) for name, count in request.counts.items()}
+    seeds = {name: {**seeds, **asked}[name] for name in CONDITIONS if name in seeds or name in asked}
+    found = differences(grid.common, request.scale, epochs=grid.epochs)
+    recipes[request.recipe] = {
+        "config": config_to_dict(grid.common),
+        "epochs": grid.epochs,
+        "seeds": seeds,
+        "differences": [dataclasses.asdict(difference) for difference in found],
+    }
+    commands = before.get("commands", [])
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "scale": request.scale,
+        "commands": commands if command in commands else [*commands, command],
+        "recipes": recipes,
+        "data": grid.data,
+        "test_data": None if request.test_data is None else list(request.test_data),
+        "eval_tokens": request.eval_tokens,
+        "versions": versions(),
+        "git": git_state(Path.cwd()),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "started": before.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
+    }
+
+
+def _check_same(grid: Grid, before: dict[str, Any]) -> None:
+    request = grid.request
+    asked = {
+        "scale": request.scale,
+        "test_data": None if request.test_data is None else list(request.test_data),
+        "eval_tokens": request.eval_tokens,
+    }
+    for name, value in asked.items():
+        if before[name] != value:
+            raise _other_grid(grid.out, name, before[name], value)
+    for name in ("corpus_sha256", "tokenizer_sha256"):
+        if before["data"][name] != grid.data[name]:
+            raise _other_grid(grid.out, "data", before["data"]["corpus"], grid.data["corpus"] + " (as it is now)")
+    same = before["recipes"].get(request.recipe)
+    if same is not None and (found := first_difference(same["config"], config_to_dict(grid.common))) is not None:
+        raise _other_grid(grid.out, *found)
+
+
+def _other_grid(out: Path, name: str, before: object, now: object) -> RunError:
+    flag = name.replace("_", "-")
+    return RunError(f"{out} holds a grid with {name} = {before!r}, not {now!r} (flag --{flag}); choose another --out")
+
+
+def _windows(base: Config, prepared: Prepared) -> int:
+    """Training sequences of an epoch under the recipe's stride."""
+    data = apply_recipe(base, "paper").data
+    return max(1, (len(prepared.train) - 1 - base.sequence_length) // (data.stride or base.sequence_length) + 1)
+
+
+def _intervals(base: Config, steps: int) -> Any:
+    """Training of so many steps, logged, evaluated and saved often enough to be seen and to be resumed."""
+    return replace(
+        base.training,
+        steps=steps,
+        log_every=max(1, min(10, steps // 20)),
+        eval_every=max(1, min(250, steps // 4)),
+        save_every=max(1, min(250, steps // 4)),
+    )
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Wait until no other invocation writes at the top of the folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

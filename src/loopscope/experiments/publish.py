@@ -1,0 +1,38 @@
+"""From the files of a grid's rows to claims.json, tables/ and figures/: again at any time, and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from loopscope.experiments.claims import judge_all
+from loopscope.experiments.grid import update_differences, write_json
+from loopscope.experiments.results import Results, read_results
+from loopscope.experiments.tables import all_tables, depths_csv
+from loopscope.runs import write_atomically
+
+
+def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, dict[str, Any]]:
+    """Write everything that follows from the rows; gives them, and the content of claims.json."""
+    results = read_results(out)
+    if results.rows:
+        update_differences(out, bf16=any(_in_bf16(row.manifest) for row in results.rows))
+        results = read_results(out)
+    claims = judge_all(results)
+    write_json(out / "claims.json", claims)
+    (out / "tables").mkdir(exist_ok=True)
+    for table in all_tables(results, claims):
+        table.write(out / "tables")
+    write_atomically(out / "tables" / "depths.csv", depths_csv(results))
+    try:
+        from loopscope.experiments.figures import draw_all
+    except ImportError as error:
+        say(f"no figures: they need {error.name}; run: pip install 'loopscope[report]'")
+    else:
+        draw_all(results, out / "figures")
+    return results, claims
+
+
+def _in_bf16(manifest: dict[str, Any]) -> bool:
+    return any(choice["name"] == "autocast" and choice["value"] == "bfloat16" for choice in manifest.get("choices", ()))

@@ -1,0 +1,328 @@
+"""The paper's tables from the files of a grid, in Markdown, CSV and LaTeX. No torch here.
+
+A cell is mean ± standard deviation over seeds (the mean alone where there is one seed); – is not measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loopscope.experiments.conditions import CONDITIONS, FACTORS
+from loopscope.experiments.grid import HOW_NOT_WHAT
+from loopscope.experiments.results import (
+    Results,
+    RowResult,
+    View,
+    clamps,
+    deviation,
+    exit_failure,
+    final_norm,
+    final_perplexity,
+    finite,
+    mean,
+    raw_at,
+    shown,
+)
+from loopscope.runs import write_atomically
+
+NOTHING = 1e-9
+"""A spread this small against its mean is rounding."""
+QUANTILES = ("p5", "p25", "median", "p75", "p95", "largest")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as text."""
+
+    name: str
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        """With a heading, and the note below."""
+        lines = [_markdown_row(self.header), "|" + "---|" * len(self.header), *map(_markdown_row, self.rows)]
+        return f"## {self.title}\n\n" + "\n".join(lines) + (f"\n\n{self.note}\n" if self.note else "\n")
+
+    def csv(self) -> str:
+        """Header and rows."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.header, *self.rows])
+        return text.getvalue()
+
+    def latex(self) -> str:
+        """A table environment for booktabs; everything that LaTeX would take for a command is escaped."""
+        lines = [" & ".join(map(escape_latex, row)) + r" \\" for row in (self.header, *self.rows)]
+        body = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
+        columns = "l" * len(self.header)
+        caption = escape_latex(" ".join(filter(None, (f"{self.title}.", self.note))))
+        return (
+            f"\\begin{{table}}\n\\centering\n\\caption{{{caption}}}\n"
+            f"\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}\n\\end{{table}}\n"
+        )
+
+    def write(self, folder: Path) -> None:
+        """NAME.md, NAME.csv and NAME.tex."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for ending, text in (("md", self.markdown()), ("csv", self.csv()), ("tex", self.latex())):
+            write_atomically(folder / f"{self.name}.{ending}", text)
+
+
+def all_tables(results: Results, claims: dict[str, Any]) -> list[Table]:
+    """Every table of every recipe; those of another recipe than the paper's carry its name."""
+    tables = []
+    for recipe in results.recipes():
+        view = results.view(recipe)
+        made = [make(view) for make in MAKERS]
+        listed = [claim for claim in claims["claims"] if claim["recipe"] == recipe and claim["split"] == "valid"]
+        made += [claims_table(listed), differences_table(results.grid["recipes"][recipe]["differences"])]
+        tables += made if recipe == "paper" else [_renamed(table, recipe) for table in made]
+    return tables
+
+
+def _renamed(table: Table, recipe: str) -> Table:
+    return Table(f"{table.name}-{recipe}", f"{table.title}, {recipe} recipe", table.header, table.rows, table.note)
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+def main_table(view: View) -> Table:
+    """The 2×2 and its extensions."""
+    header = ["condition", "n", "PPL(K) valid", "PPL(K) test", "bits per byte", "CE(1) − CE(K)", "‖H_K‖", "audit"]
+    rows = []
+    for name in view.conditions():
+        test = View("test", view.rows)
+        bits = view.each(name, lambda row, split: row.score(split, row.num_loops, "bits_per_byte"))
+        cells = [view.each(name, final_perplexity), test.each(name, final_perplexity), bits]
+        cells += [view.each(name, exit_failure), view.each(name, final_norm)]
+        rows.append(
+            [_title(name), str(len(view.of(name))), *(_cell(cell.values()) for cell in cells), _audits(view, name)]
+        )
+    tokenizers = sorted({row.evaluation["tokenizer"] for row in view.rows})
+    note = f"Mean ± standard deviation over n seeds. Perplexity per token of the {', '.join(tokenizers)} tokenizer."
+    return Table("main", "Main results", header, rows, note)
+
+
+def radial_gradient_table(view: View) -> Table:
+    """Radial gradient share at every loop."""
+    loops = _trained_loops(view)
+    rows = []
+    for name in view.conditions():
+        first = next(iter(view.of(name).values()))
+        hidden = "raw" if raw_at(first, first.num_loops) else "norm"
+        kind = "raw, norm at K" if raw_at(first, 1) and hidden == "norm" else hidden
+        shares = [_cell(_of_loop(view, name, k, "radial_gradient_share")) for k in loops]
+        rows.append([_title(name), kind, *shares])
+    header = ["condition", "readout", *(f"loop {k}" for k in loops)]
+    width = next((row.width for row in view.rows), 1)
+    note = f"Median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖‖h‖). A random direction has 0.8/√d = {0.8 / width**0.5:.3f}."
+    return Table("radial_gradient", "Radial gradient share", header, rows, note)
+
+
+def radial_clamp_table(view: View) -> Table:
+    """What removing or freezing the growth of scale costs at inference."""
+    names = list(dict.fromkeys(clamp["name"] for row in view.rows for clamp in clamps(row)))
+    rows = []
+    for condition in view.conditions():
+        deltas: dict[str, list[float]] = {name: [] for name in names}
+        for row in view.of(condition).values():
+            for clamp in clamps(row):
+                deltas[clamp["name"]].append(clamp["delta_ce"])
+        rows.append([_title(condition), *(_cell(deltas[name], signed=True) for name in names)])
+    note = "ΔCE in nats at full depth, with its sign: above zero, the intervention costs something."
+    return Table("radial_clamp", "Radial clamp", ["condition", *names], rows, note)
+
+
+def variable_depth_table(view: View) -> Table:
+    """Perplexity of exits, also beyond the trained depth."""
+    depths = sorted({depth["k"] for row in view.rows for depth in row.evaluation["splits"]["valid"]["depths"]})
+    rows = []
+    for name in view.conditions():
+        by_depth = [[row.score(view.split, k, "perplexity") for row in view.of(name).values()] for k in depths]
+        rows.append([_title(name), *(_cell(values) for values in by_depth)])
+    trained = ", ".join(sorted({str(row.num_loops) for row in view.rows}))
+    note = f"Validation perplexity when exiting after loop K; trained at K = {trained}."
+    return Table("variable_depth", "Variable depth", ["condition", *(f"K = {k}" for k in depths)], rows, note)
+
+
+def token_norms_table(view: View) -> Table:
+    """How norms are spread over tokens at full depth."""
+    rows = []
+    for name in view.conditions():
+        columns: list[list[float]] = [[] for _ in range(len(QUANTILES) + 1)]
+        for row in view.of(name).values():
+            for loop in row.loops():
+                if loop["k"] == row.num_loops and loop.get("norm_quantiles"):
+                    quantiles = loop["norm_quantiles"]
+                    ratio = quantiles[-1] / quantiles[2] if quantiles[2] else float("nan")
+                    for column, value in zip(columns, [*quantiles, ratio], strict=True):
+                        column.append(value)
+        rows.append([_title(name), *(_cell(column) for column in columns)])
+    note = "‖h‖ of single tokens after loop K, from the audit's text."
+    header = ["condition", *QUANTILES, "largest / median"]
+    return Table("token_norms", "Norms of single tokens", header, rows, note)
+
+
+def residual_updates_table(view: View) -> Table:
+    """What a loop adds along the state and across it."""
+    fields = ("scale", "radial_update", "tangential_update", "angular_step", "angular_step_times_scale")
+    rows = []
+    for name in view.conditions():
+        for k in _trained_loops(view):
+            rows.append([_title(name), str(k), *(_cell(_of_loop(view, name, k, field)) for field in fields)])
+    header = ["condition", "loop", "s", "radial", "tangential", "‖Δu‖", "‖Δu‖·s"]
+    note = "What the loop after this state adds, as RMS over the width: along the state, across it, and its turn."
+    return Table("residual_updates", "Residual updates", header, rows, note)
+
+
+def fixed_and_varied_table(view: View) -> Table:
+    """Every field of the resolved configurations: what varied, by condition, and what was fixed."""
+    values: dict[str, dict[str, list[RowResult]]] = {}
+    for row in view.rows:
+        for section, fields in row.config.items():
+            for name, value in fields.items():
+                values.setdefault(f"{section}.{name}", {}).setdefault(_plain(name, value), []).append(row)
+    varied = {field: found for field, found in values.items() if len(found) > 1}
+    fixed = {field: found for field, found in values.items() if len(found) == 1}
+    rows = [[field, "varied", _who(field, found)] for field, found in varied.items()]
+    rows += [[field, "fixed", next(iter(found))] for field, found in fixed.items()]
+    others = unexpected_variation(varied)
+    note = f"These vary besides the named factors: {', '.join(others)}." if others else ONLY_FACTORS
+    return Table("fixed_and_varied", "What was fixed and what varied", ["field", "", "value"], rows, note)
+
+
+ONLY_FACTORS = "Only the named factors and the seed vary; everything else is equal in all rows."
+
+
+def unexpected_variation(fields: Iterable[str]) -> list[str]:
+    """Fields that vary and are neither a condition's factor, nor the seed, nor how a row was run."""
+    expected = {*FACTORS, "seed", *HOW_NOT_WHAT}
+    return [field for field in fields if field.split(".")[1] not in expected]
+
+
+def claims_table(claims: list[dict[str, Any]]) -> Table:
+    """Each claim with our value, the paper's, and the verdict."""
+    rows = []
+    for claim in claims:
+        told = [quantity for quantity in claim["quantities"] if quantity["headline"] and quantity["n"]]
+        ours = "; ".join(f"{quantity['name']}: {measured(quantity)}" for quantity in told)
+        paper = "; ".join(f"{value['value']} [{value['source']}]" for value in claim["paper"])
+        verdict = claim["verdict"] if claim["quantities"] else f"{claim['verdict']}: {claim['reason']}"
+        rows.append([claim["id"], claim["title"], claim["rule"], ours or "–", paper, verdict])
+    header = ["", "claim", "rule", "here (validation text)", "paper", "verdict"]
+    note = "Here: mean over seeds [95 % bootstrap interval], n seeds. P: abstract and project page; R: a review."
+    return Table("claims", "Claims", header, rows, note)
+
+
+def measured(quantity: dict[str, Any]) -> str:
+    """Mean, interval and n of a quantity of claims.json."""
+    interval = "" if quantity["low"] is None else f" [{shown(quantity['low'])}, {shown(quantity['high'])}]"
+    return f"{shown(quantity['mean'])}{interval}, n = {quantity['n']}"
+
+
+def depths_csv(results: Results) -> str:
+    """Every score of every row, one line each: the numbers behind the tables."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = ("ce", "perplexity", "bits_per_byte", "norm")
+    writer.writerow(["condition", "recipe", "seed", "split", "loops", *names])
+    for row in results.rows:
+        for split, scores in row.evaluation["splits"].items():
+            for depth in scores["depths"]:
+                writer.writerow([row.condition, row.recipe, row.seed, split, depth["k"], *(depth[n] for n in names)])
+    return text.getvalue()
+
+
+def differences_table(differences: list[dict[str, str]]) -> Table:
+    """Everything that is not as in the paper."""
+    rows = [[difference["field"], difference["paper"], difference["here"]] for difference in differences]
+    return Table("differences", "Differences from the paper", ["", "paper", "here"], rows)
+
+
+MAKERS: tuple[Callable[[View], Table], ...] = (
+    main_table,
+    radial_gradient_table,
+    radial_clamp_table,
+    variable_depth_table,
+    token_norms_table,
+    residual_updates_table,
+    fixed_and_varied_table,
+)
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+def _cell(values: Iterable[float | None], *, signed: bool = False) -> str:
+    known = [value for value in map(finite, values) if value is not None]
+    if not known:
+        return "–"
+    sign = "+" if signed and mean(known) > 0 else ""
+    spread = deviation(known)
+    if spread is not None and spread < NOTHING * abs(mean(known)):
+        spread = 0.0
+    return f"{sign}{shown(mean(known))}" + ("" if spread is None else f" ± {shown(spread, 2)}")
+
+
+def _title(condition: str) -> str:
+    return CONDITIONS[condition].title
+
+
+def _trained_loops(view: View) -> range:
+    return range(1, max((row.num_loops for row in view.rows), default=0) + 1)
+
+
+def _of_loop(view: View, condition: str, k: int, field: str) -> list[float | None]:
+    return [finite(loop.get(field)) for row in view.of(condition).values() for loop in row.loops() if loop["k"] == k]
+
+
+def _audits(view: View, name: str) -> str:
+    verdicts = [row.audit["verdict"] for row in view.of(name).values() if row.audit]
+    kinds = list(dict.fromkeys(verdicts))
+    return kinds[0] if len(kinds) == 1 else ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds) or "–"
+
+
+def _plain(name: str, value: Any) -> str:
+    if name in ("data", "valid") and value:
+        return ", ".join(source if ":" in source else Path(source).name for source in value)
+    return "none" if value is None else str(value)
+
+
+def _who(field: str, found: dict[str, list[RowResult]]) -> str:
+    if field == "training.seed":
+        return ", ".join(found)
+    parts = []
+    for value, rows in found.items():
+        names = list(dict.fromkeys(row.condition for row in rows))
+        parts.append(f"{value} ({', '.join(names)})")
+    return "; ".join(parts)
+
+
+def _markdown_row(cells: list[str]) -> str:
+    escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return "| " + " | ".join(escaped) + " |"
+
+
+_LATEX: dict[str, str] = {sign: f"\\{sign}" for sign in "&%$#_{}"}
+_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\n": " "}
+_LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "–": "--", "…": r"\ldots{}", "ã": r"\~{a}"}
+_LATEX |= {
+    sign: f"${command}$"
+    for sign, command in {
+        **dict(zip("‖−±×·≥≤√", (r"\|", "-", r"\pm", r"\times", r"\cdot", r"\geq", r"\leq", r"\surd"), strict=True)),
+        **dict(zip("Δ∇⟨⟩α⊥", (r"\Delta", r"\nabla", r"\langle", r"\rangle", r"\alpha", r"\perp"), strict=True)),
+        **dict(zip("Σλ²", (r"\Sigma", r"\lambda", "^2"), strict=True)),
+    }.items()
+}
+
+
+def escape_latex(text: str) -> str:
+    """Text that LaTeX prints as it is."""
+    return "".join(_LATEX.get(sign, sign) for sign in text)

@@ -1,0 +1,302 @@
+"""The charts of the page, each from what the runs' files say. The order is the page's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from loopscope.report.charts import (
+    Axis,
+    Chart,
+    Line,
+    Table,
+    layout,
+    level,
+    line_traces,
+    linear_width,
+    lines_table,
+    log_ticks,
+    plain,
+    values_of,
+)
+from loopscope.report.grouping import Group
+from loopscope.report.records import Run
+from loopscope.report.series import (
+    OfDepth,
+    alpha_changes,
+    at_depths,
+    audited,
+    by_speed,
+    common,
+    each_run,
+    largest,
+    last,
+    lines_of,
+    quality,
+    shares,
+    splits_table,
+    while_training,
+)
+
+EXIT_WIDTH = 0.1
+"""Nats around 0 that the plane of exits and norms shows on a linear scale."""
+ALPHA_WIDTH = 0.01
+HIDDEN_SHARE = 1e-3
+"""Below this radial gradient share the training monitor counts scale as unseen."""
+SMALLEST_SHARE = 1e-12
+FRAME = 3.0
+"""Times the worst full depth that the charts of quality reach up to."""
+CHANCE = 0.8
+"""Median |cos| of two directions picked by chance, times √width."""
+
+LOOP = Axis("loop", whole=True)
+STEP = Axis("training step")
+SHARE = Axis("radial gradient share", "log", floor=SMALLEST_SHARE)
+
+NEEDS_AUDIT = "Not measured: it comes from audit.json, which loopscope audit RUN writes into a run's folder."
+NEEDS_EVAL = "Not measured: no run has been evaluated on validation text yet."
+NEEDS_METRICS = "Not measured: no run has logged a step yet."
+NEEDS_SPEED = "Not measured: no eval.json holds a throughput; loopscope reproduce measures it."
+
+
+def plane(groups: Sequence[Group]) -> Chart:
+    """Exit failure against final norm: the two things that loss placement and readout move separately (Figure 1)."""
+    points = lines_of(groups, lambda run: [(run.final_norm, run.exit_failure)] if run.final_norm else [])
+    x = Axis("final norm ‖h_K‖", "log")
+    y = Axis("CE(1) − CE(K), nats", "signed-log", width=EXIT_WIDTH)
+    traces = line_traces(points, x, y, mode="markers")
+    for trace in traces:
+        trace["marker"] |= {"size": 13, "line": {"width": 2 if trace["marker"]["symbol"].endswith("-open") else 1}}
+    return Chart(
+        name="plane",
+        title="Exits and scale",
+        look="Look at the two directions: the lower a point, the better its early exits; the further left, the better "
+        "its scale is held. Bottom left is where a model should be, bottom right is the blind spot.",
+        traces=traces,
+        layout=layout(x, y, points, level(y, 0.0, "first exit = full depth", end=0)),
+        table=Table(
+            ["run", "CE(1)", "CE(K)", "CE(1) − CE(K)", "‖h_K‖", "measured on"],
+            [[point.label, *_plane_cells(point.run)] for point in points],
+        ),
+        missing=NEEDS_EVAL,
+        note=f"Vertical axis: linear within ±{EXIT_WIDTH} nats, logarithmic beyond.",
+    )
+
+
+def norm_over_loops(groups: Sequence[Group]) -> Chart:
+    """‖h_k‖ after each loop, on validation text."""
+    lines = lines_of(groups, at_depths(lambda depth: depth.norm))
+    y = Axis("norm ‖h_k‖", "log")
+    return Chart(
+        name="norm-loops",
+        title="Length of the state after each loop",
+        look="Look at which lines lie high and climb: there every loop adds to a length that no loss sees.",
+        traces=line_traces(lines, LOOP, y),
+        layout=layout(LOOP, y, lines, *_trained_depth(groups, lines)),
+        table=lines_table(lines, "run \\ loop"),
+        missing=NEEDS_EVAL,
+    )
+
+
+def norm_over_training(groups: Sequence[Group]) -> Chart:
+    """‖h_K‖ of the training batches, step by step."""
+    lines = lines_of(groups, while_training("norm", last))
+    y = Axis("norm ‖h_K‖", "log")
+    return Chart(
+        name="norm-training",
+        title="Length of the final state while training",
+        look="Look at where the lines part: runs that start alike go up or down with what the readout shows the loss.",
+        traces=line_traces(lines, STEP, y, mode="lines"),
+        layout=layout(STEP, y, lines),
+        table=lines_table(lines, "run \\ step"),
+        missing=NEEDS_METRICS,
+    )
+
+
+def share_over_loops(groups: Sequence[Group]) -> Chart:
+    """Median |cos| between the loss's gradient and the state, at each supervised loop (Lemma 1)."""
+    lines = lines_of(groups, shares)
+    return Chart(
+        name="share-loops",
+        title="How much of the loss's gradient points along the state",
+        look="Look at the gap: the lines far down belong to readouts that hide the length of the state, so that no "
+        "gradient corrects it; a direction picked by chance would lie at the line marked chance.",
+        traces=line_traces(lines, LOOP, SHARE),
+        layout=layout(LOOP, SHARE, lines, *_share_levels(groups, lines)),
+        table=lines_table(lines, "run \\ loop"),
+        missing=NEEDS_METRICS,
+        note="Median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖·‖h‖) at the supervised loops: of the audit, or of the last "
+        "logged training step (in its lower precision) where there is none.",
+    )
+
+
+def share_over_training(groups: Sequence[Group]) -> Chart:
+    """The largest radial gradient share of the supervised loops, step by step."""
+    lines = lines_of(groups, while_training("radial_gradient_share", largest))
+    return Chart(
+        name="share-training",
+        title="The same while training",
+        look="Look at how early it is settled: a readout hides the length from the first steps on, or it never does.",
+        traces=line_traces(lines, STEP, SHARE, mode="lines"),
+        layout=layout(STEP, SHARE, lines, *_share_levels(groups, lines)),
+        table=lines_table(lines, "run \\ step"),
+        missing=NEEDS_METRICS,
+        note="The largest of the supervised loops.",
+    )
+
+
+def alpha_sweep(groups: Sequence[Group]) -> Chart:
+    """Change of CE when the final state is multiplied by α before it is read out."""
+    lines = lines_of(groups, alpha_changes)
+    x, y = Axis("α, factor on the state", "log"), Axis("change of CE, nats", "signed-log", width=ALPHA_WIDTH)
+    return Chart(
+        name="alpha",
+        title="What the loss notices when the state is stretched",
+        look="Look at which lines stay flat at zero: to them a state of a tenth or of ten times the length is the "
+        "same, so the loss cannot tell them apart. Lines that leave zero on both sides do see the length.",
+        traces=line_traces(lines, x, y, nested=True),
+        layout=layout(x, y, lines),
+        table=lines_table(lines, "run \\ α"),
+        missing=NEEDS_AUDIT,
+        note=f"Vertical axis: linear within ±{ALPHA_WIDTH} nats, logarithmic beyond. Lines that coincide lie over one "
+        "another; switch conditions off to see those below.",
+    )
+
+
+def scale_over_loops(groups: Sequence[Group]) -> Chart:
+    """s_k far beyond the trained depth."""
+    lines = lines_of(groups, audited("scale"))
+    y = Axis("scale s_k", "log")
+    return Chart(
+        name="activity-scale",
+        title="Scale far beyond the trained depth",
+        look="Look to the right of the trained depth: a scale that the loop carries on keeps growing, loop by loop.",
+        traces=line_traces(lines, LOOP, y, mode="lines"),
+        layout=layout(LOOP, y, lines, *_trained_depth(groups, lines)),
+        table=lines_table(lines, "run \\ loop"),
+        missing=NEEDS_AUDIT,
+        note="s_k is the root mean square of the state: ‖h_k‖ / √width.",
+    )
+
+
+def increments(groups: Sequence[Group]) -> Chart:
+    """Measured growth of scale per loop against what one inner product predicts (the estimator of the paper)."""
+    measured = lines_of(groups, audited("radial_increment"), "measured")
+    predicted = lines_of(groups, audited("predicted_increment"), "predicted")
+    both = sorted([*measured, *predicted], key=lambda line: (line.group.index, line.run.name, line.part))
+    y = Axis("growth of scale per loop", "signed-log", width=linear_width(values_of(both)))
+    traces = [*line_traces(predicted, LOOP, y, mode="lines"), *line_traces(measured, LOOP, y, mode="markers")]
+    return Chart(
+        name="activity-increments",
+        title="Growth per loop: predicted and measured",
+        look="Look at whether the marks lie on their lines: marks are the growth measured in each loop, lines what the "
+        "part of the update that points along the state predicts.",
+        traces=traces,
+        layout=layout(LOOP, y, both),
+        table=lines_table(both, "run \\ loop"),
+        missing=NEEDS_AUDIT,
+        note=f"Vertical axis: linear within ±{plain(y.width)}, logarithmic beyond.",
+    )
+
+
+def angular_motion(groups: Sequence[Group]) -> Chart:
+    """‖u_{k+1} − u_k‖·s_k: about constant where direction slows down as scale grows (Lemma 2)."""
+    lines = lines_of(groups, audited("angular_step_times_scale"))
+    y = Axis("angular step × scale", "log")
+    return Chart(
+        name="activity-angle",
+        title="Turning of the state, times its scale",
+        look="Look for level lines: there the state turns more slowly exactly as it gets longer, so that later loops "
+        "change the answer less and less.",
+        traces=line_traces(lines, LOOP, y, mode="lines"),
+        layout=layout(LOOP, y, lines),
+        table=lines_table(lines, "run \\ loop"),
+        missing=NEEDS_AUDIT,
+    )
+
+
+def frontier(groups: Sequence[Group]) -> Chart:
+    """Quality after each loop: perplexity under one tokenizer, else bits per byte."""
+    name, of, note = quality(groups)
+    lines = lines_of(groups, at_depths(of))
+    x, y = Axis("loops run", whole=True), Axis(name, "log")
+    top, leaving = _frame(lines, groups, of, name)
+    return Chart(
+        name="frontier",
+        title="Quality at every depth",
+        look="Look at the left end and at the slope: a low left end is an early exit that works, and a line that falls "
+        "to the right gets something for its extra loops.",
+        traces=line_traces(lines, x, y),
+        layout=_framed(layout(x, y, lines, *_trained_depth(groups, lines)), top, lines),
+        table=splits_table(groups, name, of),
+        missing=NEEDS_EVAL,
+        note=" ".join(part for part in (note, leaving) if part),
+    )
+
+
+def frontier_by_speed(groups: Sequence[Group]) -> Chart:
+    """The same against tokens per second: the compute–quality frontier (Figure 4)."""
+    name, of, note = quality(groups)
+    lines = lines_of(groups, by_speed(of))
+    x, y = Axis("tokens per second", "log"), Axis(name, "log")
+    top, leaving = _frame(lines, groups, of, name)
+    pairs = [[f"{plain(a)}: {plain(b)}" for a, b in zip(line.xs, line.ys, strict=True)] for line in lines]
+    return Chart(
+        name="frontier-speed",
+        title="Quality against speed",
+        look="Look at the lower right: further right is faster, lower is better. Each line runs from all loops on the "
+        "left to one loop on the right.",
+        traces=line_traces(lines, x, y),
+        layout=_framed(layout(x, y, lines), top, lines),
+        table=Table(
+            ["run", f"tokens per second: {name}, from one loop on"],
+            [[line.label, "; ".join(cells)] for line, cells in zip(lines, pairs, strict=True)],
+        ),
+        missing=NEEDS_SPEED,
+        note=" ".join(part for part in (note, leaving) if part),
+    )
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _plane_cells(run: Run) -> list[str]:
+    depths = run.at_depth(1), run.at_depth(run.num_loops)
+    ces = [plain(depth.ce if depth else None) for depth in depths]
+    return [*ces, plain(run.exit_failure), plain(run.final_norm), run.depths_from]
+
+
+def _trained_depth(groups: Sequence[Group], lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """A line at the trained depth, where all runs share one and something lies beyond it."""
+    depth = common(groups, lambda run: run.num_loops)
+    if depth is None or not any(max(line.xs) > depth for line in lines):
+        return []
+    return [level(LOOP, depth, "trained depth", along="y")]
+
+
+def _frame(lines: Sequence[Line], groups: Sequence[Group], of: OfDepth, name: str) -> tuple[float | None, str]:
+    """Where the frame ends when exits far worse than any full depth would flatten all else, and the words for it."""
+    full = [depth for _, run in each_run(groups) if (depth := run.at_depth(run.num_loops)) is not None]
+    worst = max((value for depth in full if (value := of(depth)) is not None), default=None)
+    highest = max((value for value in values_of(lines) if value is not None), default=0.0)
+    if worst is None or highest <= FRAME * worst:
+        return None, ""
+    words = f"Exits with a {name} above {plain(FRAME * worst)} leave the frame at the top; a double click shows them."
+    return FRAME * worst, words
+
+
+def _framed(layout: dict[str, Any], top: float | None, lines: Sequence[Line]) -> dict[str, Any]:
+    if top is None:
+        return layout
+    lowest = min(value for value in values_of(lines) if value is not None and value > 0)
+    axis = {"title": layout["yaxis"]["title"], "type": "log", **log_ticks(lowest, top)}
+    return {**layout, "yaxis": {**axis, "range": [math.log10(lowest / 1.15), math.log10(top)]}}
+
+
+def _share_levels(groups: Sequence[Group], lines: Sequence[Line]) -> list[dict[str, Any]]:
+    if not lines:
+        return []
+    width = common(groups, lambda run: run.width)
+    chance = [level(SHARE, CHANCE / math.sqrt(width), "chance")] if width and width > 0 else []
+    return [*chance, level(SHARE, HIDDEN_SHARE, "below this: hidden")]

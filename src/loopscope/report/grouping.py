@@ -1,0 +1,232 @@
+"""Runs by condition: what each is called, how it is drawn, what was the same in all and what varied. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loopscope.experiments.conditions import CONDITIONS, FACTORS
+from loopscope.report.files import mapping, number, words
+from loopscope.report.records import Run
+
+HOW_IT_WAS_RUN = frozenset(
+    {"log_every", "eval_every", "eval_tokens", "save_every", "keep_last", "track", "threads", "compile", "shard"}
+    | {"max_skips", "max_rollbacks", "spike_factor", "on_blind_spot", "checkpoint_loops"}
+)
+"""Fields that say how a run was run and watched, not what it learned."""
+NAMED = {"readout": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "final-only": "final-only norm"}}
+TITLES = {
+    tuple(getattr(condition, name) for name in FACTORS): condition.title.split(" + ", 1)[1]
+    for condition in CONDITIONS.values()
+}
+NUM_COLOURS = 8
+DASHES = ("solid", "dot", "dash", "dashdot", "longdash")
+PLACEMENTS = ("per-loop", "terminal", "gated", "weighted", "last-n")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+ORDER = ("RMSNorm", "raw", "final-only norm", "penalty", "inter-loop norm", "LayerNorm")
+"""Colours go to these first, so that the same condition looks the same on every page."""
+MOST_NAMED = 2
+"""Differing fields that a label names before it says how many more there are."""
+SHA_DIGITS = 16
+ABSENT = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The runs of one condition. Colour and mark tell what sees the scale; dash and open marks where the loss is."""
+
+    index: int
+    label: str
+    placement: str
+    kind: str
+    runs: list[Run]
+    colour: int
+    symbol: str
+    dash: str
+
+    @property
+    def is_open(self) -> bool:
+        """Whether marks are drawn open: the loss is not placed at every loop."""
+        return self.placement != PLACEMENTS[0]
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Runs of one condition together, in the order of the paper's tables."""
+    variants = _variants(runs)
+    members: dict[tuple[str, str], list[Run]] = {}
+    for run, variant in zip(runs, variants, strict=True):
+        kind = _kind(run, _penalties(runs)) + (f" ({variant})" if variant else "")
+        members.setdefault((placement_of(run), kind), []).append(run)
+    kinds = sorted({kind for _, kind in members}, key=_rank)
+    placements = sorted({placement for placement, _ in members}, key=lambda p: (_place(PLACEMENTS, p), p))
+    keys = sorted(members, key=lambda key: (kinds.index(key[1]), placements.index(key[0])))
+    return [
+        Group(
+            index=index,
+            label=f"{placement} + {kind}",
+            placement=placement,
+            kind=kind,
+            runs=sorted(members[placement, kind], key=lambda run: (run.seed or 0, run.name)),
+            colour=_colour(kind, kinds) % NUM_COLOURS,
+            symbol=SYMBOLS[_colour(kind, kinds) % len(SYMBOLS)],
+            dash=DASHES[min(_place(PLACEMENTS, placement), len(DASHES) - 1)],
+        )
+        for index, (placement, kind) in enumerate(keys)
+    ]
+
+
+def placement_of(run: Run) -> str:
+    """Where its loss is placed."""
+    return words(run.setting("objective", "placement")) or "unknown loss"
+
+
+# --- what was fixed and what varied ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One setting that was not the same in all runs."""
+
+    name: str
+    values: list[str]
+    """One per group; several values within a group are joined."""
+    learns: bool
+    """Whether it changes what a run learns, or only how it is run and watched."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Every setting of all runs, divided into what was the same and what was not."""
+
+    fixed: list[tuple[str, str]]
+    varied: list[Factor]
+
+
+def compare(groups: Sequence[Group]) -> Factors:
+    """Divide the settings of all runs; a run whose files do not name a setting has no say in it."""
+    runs = [run for group in groups for run in group.runs]
+    settings = {run.name: _settings(run) for run in runs if run.config}
+    names = list(dict.fromkeys(name for values in settings.values() for name in values))
+    fixed, varied = [], []
+    for name in names:
+        found = {values[name] for values in settings.values() if name in values}
+        if len(found) == 1:
+            fixed.append((name, found.pop()))
+            continue
+        named = [[settings[run.name].get(name) for run in group.runs if run.name in settings] for group in groups]
+        per_group = [_joined([value for value in values if value is not None]) for values in named]
+        varied.append(Factor(name, per_group, name.rpartition(".")[2] not in HOW_IT_WAS_RUN))
+    return Factors(fixed, varied)
+
+
+def _settings(run: Run) -> dict[str, str]:
+    """All settings of a run by name, with what its manifest says of data and machine."""
+    settings = {
+        f"{section}.{name}": shown(value) for section, part in run.config.items() for name, value in part.items()
+    }
+    data, versions = mapping(run.manifest.get("data")), mapping(run.manifest.get("versions"))
+    extra = {
+        "parameters": run.manifest.get("parameters"),
+        "data.corpus_sha256": words(data.get("corpus_sha256"))[:SHA_DIGITS] or None,
+        "data.tokenizer_sha256": words(data.get("tokenizer_sha256"))[:SHA_DIGITS] or None,
+        "machine.system": run.manifest.get("system"),
+        "machine.threads": run.manifest.get("threads"),
+        "machine.torch": versions.get("torch"),
+        "machine.loopscope": versions.get("loopscope"),
+    }
+    return settings | {name: shown(value) for name, value in extra.items() if value is not None}
+
+
+def shown(value: object) -> str:
+    """A setting as text."""
+    if isinstance(value, list):
+        return ", ".join(shown(item) for item in value)
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return str(value)
+
+
+def _joined(values: list[str]) -> str:
+    distinct = list(dict.fromkeys(values))
+    return ", ".join(distinct[:4]) + (", …" if len(distinct) > 4 else "") if distinct else ABSENT
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _kind(run: Run, penalties: set[float]) -> str:
+    """What sees or removes the scale: the readout, and what else acts on it."""
+    factors = tuple(
+        run.setting("objective" if name in ("placement", "norm_penalty") else "model", name) for name in FACTORS
+    )
+    title = TITLES.get(factors) if all(isinstance(factor, str | float | int) for factor in factors) else None
+    if title is not None and len(penalties) <= 1:
+        return title
+    readout = words(run.setting("model", "readout")) or "unknown readout"
+    parts = [NAMED["readout"].get(readout, readout)]
+    if penalty := number(run.setting("objective", "norm_penalty")):
+        parts.append(f"penalty {penalty:g}")
+    if anchor := number(run.setting("objective", "scale_anchor")):
+        parts.append(f"anchor {anchor:g}")
+    if (words(run.setting("model", "inter_loop_norm")) or "none") != "none":
+        parts.append("inter-loop norm")
+    return " + ".join(parts)
+
+
+def _penalties(runs: Sequence[Run]) -> set[float]:
+    found = {number(run.setting("objective", "norm_penalty")) for run in runs}
+    return {penalty for penalty in found if penalty}
+
+
+def _variants(runs: Sequence[Run]) -> list[str]:
+    """For each run what else, besides condition and seed, it does differently from most; empty for most."""
+    told = {*FACTORS, "scale_anchor", "seed", *HOW_IT_WAS_RUN}
+    others = [_others(run, told) for run in runs]
+    known = [(run.recipe, tuple(sorted(other.items()))) for run, other in zip(runs, others, strict=True) if run.config]
+    if len({other for _, other in known}) <= 1:
+        return [run.recipe for run in runs] if len({run.recipe for run in runs}) > 1 else ["" for _ in runs]
+    usual = Counter([other for recipe, other in known if not recipe] or [other for _, other in known])
+    most = min(usual, key=lambda other: (-usual[other], other))
+    common = dict(most)
+    different = [_difference(other, common) if run.config else [] for run, other in zip(runs, others, strict=True)]
+    short = [run.recipe or _listed(fields, MOST_NAMED) for run, fields in zip(runs, different, strict=True)]
+    if len(set(short)) == len({tuple(fields) for fields in different}):
+        return short
+    return [_listed(fields, len(fields)) for fields in different]
+
+
+def _others(run: Run, told: set[str]) -> dict[str, str]:
+    fields: dict[str, Any] = {name: value for part in run.config.values() for name, value in part.items()}
+    return {name: shown(value) for name, value in fields.items() if name not in told}
+
+
+def _difference(other: dict[str, str], common: dict[str, str]) -> list[str]:
+    names = sorted(other.keys() | common.keys())
+    return [f"{name} {other.get(name, ABSENT)}" for name in names if other.get(name) != common.get(name)]
+
+
+def _listed(fields: list[str], most: int) -> str:
+    more = f" and {len(fields) - most} more" if len(fields) > most else ""
+    return ", ".join(fields[:most]) + more
+
+
+def _place(order: Sequence[str], item: str) -> int:
+    return order.index(item) if item in order else len(order)
+
+
+def _rank(kind: str) -> tuple[int, int, str]:
+    """Named kinds first, variants after them, the rest by name."""
+    plain, _, variant = kind.partition(" (")
+    return (int(bool(variant)), _place(ORDER, plain), kind)
+
+
+def _colour(kind: str, kinds: Sequence[str]) -> int:
+    """The fixed colour of a named kind; further kinds take the colours that are left."""
+    if kind in ORDER:
+        return ORDER.index(kind)
+    used = {ORDER.index(other) for other in kinds if other in ORDER}
+    free = [colour for colour in range(NUM_COLOURS) if colour not in used] or list(range(NUM_COLOURS))
+    rest = [other for other in kinds if other not in ORDER]
+    return free[rest.index(kind) % len(free)]

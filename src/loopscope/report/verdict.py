@@ -1,0 +1,236 @@
+"""The verdict in words: what a reader should know who reads nothing else. Every number in it is a measured one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from loopscope.report.charts import plain, signed
+from loopscope.report.files import mapping, numbers
+from loopscope.report.grouping import Group
+from loopscope.report.records import Reproduction, Run
+from loopscope.report.sections import AuditView, ClaimTable
+from loopscope.report.series import each_run, largest
+
+PER_LOOP, TERMINAL, NORMED, RAW = "per-loop", "terminal", "RMSNorm", "raw"
+CLEAR = 10.0
+"""Ratio of norms from which a contrast speaks for itself."""
+HIDDEN_SHARE = 1e-3
+SMALL = 0.1
+"""Nats below which an exit costs next to nothing."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A headline, sentences, and whether it is a finding (bad), clear (good) or not settled (open)."""
+
+    tone: Literal["bad", "good", "open"]
+    headline: str
+    sentences: list[str]
+
+
+def judge(
+    groups: Sequence[Group], audits: Sequence[AuditView], claims: Sequence[ClaimTable], grids: Sequence[Reproduction]
+) -> Verdict:
+    """The verdict on everything that is on the page."""
+    tone, headline = _headline(groups, audits, claims)
+    sentences = [
+        _where(audits),
+        _scale(groups),
+        _exits(groups),
+        _remedies(audits),
+        *_claims(claims),
+        _missing(groups, grids),
+    ]
+    return Verdict(tone, headline, [sentence for sentence in sentences if sentence])
+
+
+def _headline(
+    groups: Sequence[Group], audits: Sequence[AuditView], claims: Sequence[ClaimTable]
+) -> tuple[Literal["bad", "good", "open"], str]:
+    runs = [run for _, run in each_run(groups)]
+    if audits:
+        blind = [audit for audit in audits if audit.run.audit_verdict == "blind-spot"]
+        if not blind:
+            who = "The audited run is" if len(audits) == 1 else f"All {len(audits)} audited runs are"
+            return "good", f"Controlled. {who} free of blind spots: a loss sees, or the loop removes, what it carries."
+        if len(audits) == 1:
+            return "bad", "Blind spot. The loop of this run carries something that no loss sees."
+        return "bad", f"Blind spot in {len(blind)} of {len(audits)} audited runs."
+    alarmed = [run for run in runs if any(event.get("event") == "blind-spot" for event in run.events)]
+    if alarmed:
+        who = "this run" if len(runs) == 1 else f"{len(alarmed)} of {len(runs)} runs"
+        return "bad", f"Alarm. In {who} the scale ran away while no loss saw it; no audit has confirmed it yet."
+    hidden = [run for run in runs if _is_hidden(run)]
+    if hidden:
+        who = "this run" if len(runs) == 1 else f"{len(hidden)} of {len(runs)} runs"
+        return "open", f"Not audited. In {who} the loss hardly sees the scale of the state; an audit would settle it."
+    if any(run.train for run in runs):
+        return "open", "Not audited. Nothing that training logged points to a blind spot; an audit would settle it."
+    if any(table.claims for table in claims):
+        return "open", "The claims of the paper, judged elsewhere; the runs themselves are not on this page."
+    return "open", "Nothing has been measured yet."
+
+
+def _where(audits: Sequence[AuditView]) -> str:
+    """Which conditions the audits found blind, and which not."""
+    blind = [audit for audit in audits if audit.run.audit_verdict == "blind-spot"]
+    free = [audit for audit in audits if audit.run.audit_verdict == "controlled"]
+    if not blind or len(audits) == 1:
+        return ""
+    return f"Where: {_listed(_labels(blind))}." + (f" Free of it: {_listed(_labels(free))}." if free else "")
+
+
+def _scale(groups: Sequence[Group]) -> str:
+    """How long the state gets: the paper's contrast where both sides are here, else the widest one."""
+    norms = {key: value for key, value in _medians(groups, lambda run: run.final_norm).items() if value > 0}
+    normed, raw = norms.get((PER_LOOP, NORMED)), norms.get((PER_LOOP, RAW))
+    if normed and raw:
+        ratio = normed / raw
+        text = (
+            f"Scale: with every loop supervised, the state ends at norm {_brief(normed)} through the RMSNorm readout, "
+            f"{_times(ratio)} the {_brief(raw)} it ends at through the raw one."
+        )
+        penalised = norms.get((PER_LOOP, "penalty"))
+        text += (
+            f" With a norm penalty and the RMSNorm readout kept it ends at {_brief(penalised)}." if penalised else ""
+        )
+        return text if ratio >= CLEAR else f"{text} That is no clear contrast; longer runs may show one."
+    if len(norms) > 1:
+        low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
+        return (
+            f"Scale: the state ends at norms from {_brief(norms[low])} ({' + '.join(low)}) to {_brief(norms[high])} "
+            f"({' + '.join(high)})."
+        )
+    return _growth(groups)
+
+
+def _growth(groups: Sequence[Group]) -> str:
+    """For one condition: where the norm began and where it is."""
+    runs = [run for _, run in each_run(groups) if run.final_norm is not None]
+    if not runs:
+        return ""
+    run = runs[0]
+    firsts = [values[-1] for row in run.train[:1] if (values := numbers(row.get("norm")))]
+    start = firsts[0] if firsts else None
+    since = (
+        f", {_times(run.final_norm / start)} the {_brief(start)} of the first logged step"
+        if start and run.final_norm
+        else ""
+    )
+    return f"Scale: the state has norm {_brief(run.final_norm)} after the last loop{since}."
+
+
+def _exits(groups: Sequence[Group]) -> str:
+    """What leaving after the first loop costs."""
+    failures = _medians(groups, lambda run: run.exit_failure)
+    for readout in (NORMED, RAW):
+        terminal, dense = failures.get((TERMINAL, readout)), failures.get((PER_LOOP, readout))
+        if terminal is not None and dense is not None:
+            return (
+                f"Exits: leaving after loop 1 instead of the last costs {signed(terminal)} nats per token when only "
+                f"the last loop is supervised and {signed(dense)} when every loop is (through the {readout} readout)."
+            )
+    if len(failures) == 1:
+        (cost,) = failures.values()
+        factor = f", {math.exp(cost):.3g} times the perplexity" if SMALL < cost < 100 else ""
+        usable = "next to nothing" if abs(cost) <= SMALL else "much" if cost > 1 else "something"
+        return f"Exits: leaving after loop 1 instead of the last costs {usable}: {signed(cost)} nats per token{factor}."
+    if failures:
+        low, high = min(failures, key=failures.__getitem__), max(failures, key=failures.__getitem__)
+        return (
+            f"Exits: leaving after loop 1 instead of the last costs between {signed(failures[low])} "
+            f"({' + '.join(low)}) and {signed(failures[high])} nats per token ({' + '.join(high)})."
+        )
+    return ""
+
+
+def _remedies(audits: Sequence[AuditView]) -> str:
+    flags = dict.fromkeys(v.flag for audit in audits for v in audit.remedies if v.verdict == "blind" and v.flag)
+    return f"Remedy: the audits name {_listed(list(flags))}; the section on audits says why." if flags else ""
+
+
+def _claims(tables: Sequence[ClaimTable]) -> list[str]:
+    sentences = []
+    for table in tables:
+        held, failed, open_ = (table.with_tone(tone) for tone in ("good", "bad", "open"))
+        parts = [f"{len(held)} of {len(table.claims)} hold"]
+        if failed:
+            parts.append(
+                f"{_listed([c.id for c in failed])} {'does' if len(failed) == 1 else 'do'} not hold at this scale"
+            )
+        if open_:
+            parts.append(f"{_listed([c.id for c in open_])} {'was' if len(open_) == 1 else 'were'} not measured")
+        sentences.append(f"Claims of the paper ({table.title}): {'; '.join(parts)}.")
+    return sentences
+
+
+def _missing(groups: Sequence[Group], grids: Sequence[Reproduction]) -> str:
+    """Runs that do not count fully, and rows that were asked for and are not here."""
+    runs = [run for _, run in each_run(groups)]
+    states = {"failed": "failed", "stopped": "was stopped by a guard", "unfinished": "is not finished"}
+    states |= {"empty": "has logged nothing yet"}
+    parts = []
+    for state, text in states.items():
+        count = sum(run.state == state for run in runs)
+        if count:
+            plural = text.replace("was ", "were ").replace("is ", "are ").replace("has ", "have ")
+            parts.append(f"{count} run{'' if count == 1 else 's'} {text if count == 1 else plural}")
+    unread = sum(bool(run.problems) for run in runs)
+    if unread:
+        parts.append(f"{unread} ha{'s' if unread == 1 else 've'} files that could not be read whole")
+    asked = sum(_rows_asked(grid) for grid in grids)
+    if asked > len(runs):
+        parts.append(f"{asked - len(runs)} of {asked} rows have not been started")
+    return f"Mind: {'; '.join(parts)}." if parts else ""
+
+
+def _rows_asked(grid: Reproduction) -> int:
+    recipes = mapping(grid.grid.get("recipes")).values()
+    seeds = [mapping(mapping(recipe).get("seeds")).values() for recipe in recipes]
+    return sum(len(each) for recipe in seeds for each in recipe if isinstance(each, list))
+
+
+def _medians(groups: Sequence[Group], of: Callable[[Run], float | None]) -> dict[tuple[str, str], float]:
+    """Median over the runs of each group that have a value."""
+    found = {}
+    for group in groups:
+        values = [value for run in group.runs if (value := of(run)) is not None]
+        if values:
+            found[group.placement, group.kind] = statistics.median(values)
+    return found
+
+
+def _is_hidden(run: Run) -> bool:
+    """Whether the last logged step shows no loss the scale: small shares at all supervised loops, no term on it."""
+    if not run.train:
+        return False
+    share = largest(numbers(run.train[-1].get("radial_gradient_share")))
+    controlled = mapping(run.train[-1].get("terms")).keys() & {"norm_penalty", "scale_anchor"}
+    removed = run.setting("model", "inter_loop_norm") not in (None, "none")
+    return share is not None and share < HIDDEN_SHARE and not controlled and not removed
+
+
+def _times(ratio: float) -> str:
+    return f"{_brief(ratio)} times"
+
+
+def _brief(value: float | None) -> str:
+    """Three digits: a verdict is read aloud."""
+    return plain(None if value is None else float(f"{value:.3g}"))
+
+
+def _labels(audits: Sequence[AuditView]) -> list[str]:
+    counts = dict.fromkeys(audit.group.label for audit in audits)
+    totals = {audit.group.label: len([run for run in audit.group.runs if run.audit]) for audit in audits}
+    found = {label: sum(audit.group.label == label for audit in audits) for label in counts}
+    return [
+        label if found[label] == totals[label] else f"{label} ({found[label]} of {totals[label]})" for label in counts
+    ]
+
+
+def _listed(items: Sequence[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else ""

@@ -1,0 +1,275 @@
+"""The claims: each holds on numbers that show it, fails on numbers that do not, and is not measured without them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made_up import LOOPS, write_made_up_grid, write_row
+
+from loopscope.experiments.claims import CLAIMS, FAILS, HOLDS, NOT_MEASURED, judge_all
+from loopscope.experiments.evidence import Bound, Quantity, bootstrap, symlog
+from loopscope.experiments.results import read_results, shown
+
+
+@pytest.fixture
+def grid(tmp_path) -> Path:
+    return write_made_up_grid(tmp_path / "grid")
+
+
+def judged(out: Path, split: str = "valid", recipe: str = "paper") -> dict[str, dict]:
+    claims = judge_all(read_results(out))["claims"]
+    return {claim["id"]: claim for claim in claims if (claim["split"], claim["recipe"]) == (split, recipe)}
+
+
+def rewrite(out: Path, condition: str, change) -> None:
+    """Change what every row of a condition measured."""
+    for folder in sorted((out / "rows").glob(f"{condition}-s*")):
+        write_row(out, condition, int(folder.name.rsplit("-s", 1)[1]), change=change)
+
+
+def scaled_norm(factor: float):
+    def change(evaluation, audit):
+        for split in evaluation["splits"].values():
+            for depth in split["depths"]:
+                depth["norm"] *= factor
+
+    return change
+
+
+def each_loop(name: str, value):
+    def change(evaluation, audit):
+        for loop in audit["loops"]:
+            if loop[name] is not None:
+                loop[name] = value(loop) if callable(value) else value
+
+    return change
+
+
+def ce_at(k: int, ce: float, perplexity: float):
+    def change(evaluation, audit):
+        evaluation["splits"]["valid"]["depths"][k - 1] |= {"ce": ce, "perplexity": perplexity}
+
+    return change
+
+
+def first_clamp(delta: float):
+    return lambda evaluation, audit: audit["interventions"][0].update(delta_ce=delta)
+
+
+def flat_sweep(evaluation, audit):
+    audit["alpha_sweep"]["loops"][0]["ce"] = [4.4] * 5
+
+
+def steep_sweep(evaluation, audit):
+    audit["alpha_sweep"]["loops"][0]["ce"] = [4.4, 4.4, 4.4, 4.4, 4.42]
+
+
+def test_all_claims_hold_on_the_papers_pattern_and_halting_waits(grid):
+    verdicts = {name: claim["verdict"] for name, claim in judged(grid).items()}
+    assert verdicts.pop("C10") == NOT_MEASURED
+    assert verdicts == dict.fromkeys(["C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9", "C11"], HOLDS)
+    assert judged(grid)["C10"]["reason"] == "waits for calibrated halting"
+
+
+@pytest.mark.parametrize(
+    ("claim", "condition", "change"),
+    [
+        ("C1", "per-loop+raw", scaled_norm(20)),
+        ("C2", "terminal+rmsnorm", scaled_norm(1 / 50)),
+        ("C2", "per-loop+raw", ce_at(1, 12.0, 1e5)),
+        ("C3", "per-loop+penalty", scaled_norm(3)),
+        ("C4", "per-loop+inter-loop-norm", scaled_norm(5)),
+        ("C4", "per-loop+inter-loop-norm", each_loop("norm", lambda loop: 20.0 + loop["k"])),
+        ("C5", "per-loop+layernorm", each_loop("radial_gradient_share", 2e-4)),
+        ("C5", "per-loop+raw", each_loop("radial_gradient_share", 0.02)),
+        ("C6", "per-loop+rmsnorm", each_loop("predicted_increment", lambda loop: loop["radial_increment"] * 1.1)),
+        ("C6", "per-loop+rmsnorm", each_loop("angular_step_times_scale", lambda loop: float(loop["k"]))),
+        ("C7", "per-loop+rmsnorm", steep_sweep),
+        ("C7", "per-loop+raw", flat_sweep),
+        ("C8", "per-loop+rmsnorm", first_clamp(-0.02)),
+        ("C9", "per-loop+rmsnorm", ce_at(1, 4.55, 94.0)),
+        ("C9", "per-loop+raw", ce_at(1, 4.3, 74.0)),
+        ("C9", "per-loop+penalty", ce_at(2, 4.6, 99.0)),
+        ("C9", "per-loop+final-only", ce_at(3, 4.6, 99.0)),
+        ("C11", "terminal+rmsnorm", ce_at(LOOPS, 4.6, 99.0)),
+        ("C11", "terminal+rmsnorm", ce_at(1, 4.9, 134.0)),
+    ],
+)
+def test_a_claim_fails_on_numbers_that_contradict_it(grid, claim, condition, change):
+    rewrite(grid, condition, change)
+    found = judged(grid)[claim]
+    assert found["verdict"] == FAILS
+    assert any(quantity["obeyed"] is False for quantity in found["quantities"])
+    assert "must be" in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("claim", "condition"),
+    [
+        ("C1", "per-loop+raw"),
+        ("C2", "terminal+raw"),
+        ("C3", "per-loop+penalty"),
+        ("C4", "per-loop+inter-loop-norm"),
+        ("C6", "per-loop+rmsnorm"),
+        ("C7", "per-loop+raw"),
+        ("C8", "per-loop+rmsnorm"),
+        ("C9", "per-loop+rmsnorm"),
+        ("C11", "terminal+rmsnorm"),
+    ],
+)
+def test_a_claim_without_its_rows_is_not_measured(grid, claim, condition):
+    for folder in (grid / "rows").glob(f"{condition}-s*"):
+        (folder / "row.json").unlink()
+    assert judged(grid)[claim]["verdict"] == NOT_MEASURED
+
+
+def test_claims_that_need_an_audit_are_not_measured_without_one(grid):
+    for path in grid.glob("rows/*/audit.json"):
+        path.unlink()
+    verdicts = {name: claim["verdict"] for name, claim in judged(grid).items()}
+    assert {name for name, verdict in verdicts.items() if verdict == NOT_MEASURED} == {
+        "C4",
+        "C5",
+        "C6",
+        "C7",
+        "C8",
+        "C10",
+    }
+
+
+def test_claim_9_names_the_controlled_models_that_are_missing(grid):
+    (grid / "rows" / "per-loop+final-only-s42" / "row.json").unlink()
+    claim = judged(grid)["C9"]
+    assert claim["verdict"] == HOLDS
+    assert "not measured: ΔCE from 1 to K, per-loop+final-only" in claim["reason"]
+
+
+def test_opposite_signs_of_the_clamp_do_not_cancel_between_seeds(grid):
+    for seed, delta in ((42, 0.03), (101, -0.03)):
+        write_row(grid, "per-loop+rmsnorm", seed, change=first_clamp(delta))
+    claim = judged(grid)["C8"]
+    assert claim["verdict"] == FAILS
+    signed = next(quantity for quantity in claim["quantities"] if "sign" in quantity["name"])
+    assert [seed["value"] for seed in signed["seeds"]] == [0.03, -0.03, -0.004] and signed["headline"]
+
+
+def test_loops_with_a_small_scale_are_left_out_of_the_prediction(grid):
+    def change(evaluation, audit):
+        for loop in audit["loops"][:10]:
+            loop |= {"predicted_increment": 99.0, "scale": 4.9}
+
+    rewrite(grid, "per-loop+rmsnorm", change)
+    claim = judged(grid)["C6"]
+    assert claim["verdict"] == HOLDS
+    assert claim["quantities"][2]["mean"] == 19
+
+
+def test_seeds_are_paired_and_all_listed(grid):
+    (grid / "rows" / "per-loop+raw-s101" / "row.json").unlink()
+    ratio = judged(grid)["C1"]["quantities"][0]
+    assert [entry["seed"] for entry in ratio["seeds"]] == [42, 202]
+    assert ratio["n"] == 2 and ratio["mean"] == pytest.approx(348 / 3.4)
+    assert ratio["low"] <= ratio["mean"] <= ratio["high"]
+
+
+def test_one_seed_has_no_interval(grid):
+    ratio = judged(grid)["C4"]["quantities"][0]
+    assert (ratio["n"], ratio["low"], ratio["high"]) == (1, None, None)
+
+
+def test_the_verdict_is_about_the_mean_and_tells_how_many_seeds_agree(grid):
+    write_row(grid, "per-loop+raw", 42, change=scaled_norm(20))
+    claim = judged(grid)["C1"]
+    assert claim["verdict"] == HOLDS
+    assert "2 of 3 seeds" in claim["reason"]
+
+
+def test_claims_are_judged_on_test_text_too(grid):
+    def change(evaluation, audit):
+        evaluation["splits"] = {name: json.loads(json.dumps(split)) for name, split in evaluation["splits"].items()}
+        for depth in evaluation["splits"]["test"]["depths"]:
+            depth["norm"] *= 20
+
+    rewrite(grid, "per-loop+raw", change)
+    assert judged(grid, "valid")["C1"]["verdict"] == HOLDS
+    assert judged(grid, "test")["C1"]["verdict"] == FAILS
+
+
+def test_recipes_are_judged_apart(grid):
+    write_row(grid, "per-loop+rmsnorm", 42, recipe="modern", change=scaled_norm(1 / 50))
+    write_row(grid, "per-loop+raw", 42, recipe="modern")
+    assert judged(grid)["C1"]["verdict"] == HOLDS
+    assert judged(grid, recipe="modern")["C1"]["verdict"] == FAILS
+    assert judged(grid, recipe="modern")["C3"]["verdict"] == NOT_MEASURED
+
+
+def test_every_claim_says_what_the_paper_reports_and_where_from(grid):
+    document = judge_all(read_results(grid))
+    assert [claim.id for claim in CLAIMS] == [f"C{number}" for number in range(1, 12)]
+    for claim in document["claims"]:
+        assert claim["paper"] and all(value["source"] in document["sources"] for value in claim["paper"])
+        assert claim["holds_in_paper"] and claim["rule"] and claim["measured"]
+    values = " ".join(value["value"] for claim in document["claims"] for value in claim["paper"])
+    for quoted in (
+        "39,207",
+        "56,051",
+        "17–22",
+        "5.40 / 6.04",
+        "4.88 / 5.35",
+        "5.52",
+        "+0.0004 … +0.0055",
+        "2.60",
+        "0.42",
+    ):
+        assert quoted in values
+    json.dumps(document, allow_nan=False)
+
+
+def test_the_bootstrap_is_seeded_and_covers_the_spread():
+    low, high = bootstrap([1.0, 2.0, 3.0])
+    assert (low, high) == bootstrap([1.0, 2.0, 3.0])
+    assert 1.0 <= low < 2.0 < high <= 3.0
+    assert bootstrap([5.0, 5.0]) == (5.0, 5.0)
+    assert bootstrap([5.0]) is None
+
+
+def test_bounds_include_their_limit_but_below_does_not():
+    assert Bound("at least", 2).obeyed(2.0) and not Bound("at least", 2).obeyed(1.99)
+    assert Bound("at most", 2).obeyed(2.0) and not Bound("at most", 2).obeyed(2.01)
+    assert Bound("below", 0).obeyed(-0.01) and not Bound("below", 0).obeyed(0.0)
+    assert Quantity("x", "", {}, Bound("below", 0)).obeyed is None
+
+
+def test_the_symlog_axis_is_odd_and_grows():
+    assert symlog(0.0) == 0 and symlog(-3.0) == -symlog(3.0)
+    assert symlog(0.001) == pytest.approx(0.01, rel=0.01), "linear near zero"
+    assert symlog(100.0) - symlog(10.0) == pytest.approx(2.3, abs=0.02), "logarithmic far from it"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0.0, "0"),
+        (39207.4, "39,207"),
+        (3.4, "3.400"),
+        (0.00123, "0.001230"),
+        (2e-7, "2.00e-07"),
+        (-1.5, "-1.500"),
+    ],
+)
+def test_numbers_are_shown_with_four_digits(value, text):
+    assert shown(value) == text
+
+
+def test_claims_tables_and_figures_are_made_without_torch(grid):
+    code = (
+        "import sys; from pathlib import Path; from loopscope.experiments.publish import publish; "
+        f"publish(Path({str(grid)!r}), print); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert (grid / "claims.json").exists() and list((grid / "figures").glob("*.svg"))

@@ -1,0 +1,230 @@
+"""Tables and figures: the right numbers in the right cells, escaped, and the same bytes from the same files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_up import row_config, write_made_up_grid, write_row
+
+from loopscope.errors import RunError
+from loopscope.experiments.claims import judge_all
+from loopscope.experiments.publish import publish
+from loopscope.experiments.results import read_results
+from loopscope.experiments.tables import ONLY_FACTORS, Table, all_tables, depths_csv, escape_latex
+from loopscope.runs import RunFolder
+
+
+@pytest.fixture
+def grid(tmp_path) -> Path:
+    return write_made_up_grid(tmp_path / "grid")
+
+
+def tables(out: Path) -> dict[str, Table]:
+    results = read_results(out)
+    return {table.name: table for table in all_tables(results, judge_all(results))}
+
+
+def row_of(table: Table, first: str) -> dict[str, str]:
+    return dict(zip(table.header, next(row for row in table.rows if row[0] == first), strict=True))
+
+
+def test_the_main_table_has_every_condition_with_mean_spread_and_n(grid):
+    table = tables(grid)["main"]
+    assert len(table.rows) == 9
+    row = row_of(table, "per-loop + RMSNorm")
+    assert row["n"] == "3" and row["‖H_K‖"] == "348.0 ± 3.5" and row["audit"] == "blind-spot"
+    assert row["PPL(K) valid"] == "89.66 ± 0.090" and row["CE(1) − CE(K)"].startswith("-0.01000")
+    single = row_of(table, "per-loop + inter-loop norm")
+    assert single["n"] == "1" and single["‖H_K‖"] == "20.00", "one seed has no spread"
+    assert "bpe tokenizer" in table.note
+
+
+def test_audits_that_disagree_between_seeds_are_counted(grid):
+    write_row(grid, "per-loop+raw", 42, change=lambda evaluation, audit: audit.update(verdict="blind-spot"))
+    assert row_of(tables(grid)["main"], "per-loop + raw")["audit"] == "1 blind-spot, 2 controlled"
+
+
+def test_the_diagnostic_tables_take_their_numbers_from_the_audit(grid):
+    made = tables(grid)
+    final_only = row_of(made["radial_gradient"], "per-loop + final-only norm")
+    assert (final_only["readout"], final_only["loop 3"], final_only["loop 4"]) == (
+        "raw, norm at K",
+        "0.07000",
+        "2.00e-07",
+    )
+    assert row_of(made["radial_clamp"], "per-loop + raw")["radial clamp: growth removed"].startswith("-0.004000")
+    assert row_of(made["radial_clamp"], "per-loop + raw")["radial clamp: scale frozen"].startswith("+0.001000")
+    assert row_of(made["variable_depth"], "per-loop + RMSNorm")["K = 8"].startswith("93.3")
+    assert row_of(made["token_norms"], "per-loop + final-only norm")["largest / median"] == "5.455"
+    assert len(made["residual_updates"].rows) == 9 * 4
+    assert made["residual_updates"].rows[8][:2] == ["per-loop + RMSNorm", "1"]
+
+
+def test_without_audits_their_cells_are_empty_and_the_rest_is_there(grid):
+    for path in grid.glob("rows/*/audit.json"):
+        path.unlink()
+    made = tables(grid)
+    assert row_of(made["main"], "per-loop + raw")["audit"] == "–"
+    assert row_of(made["radial_gradient"], "per-loop + raw")["loop 1"] == "–"
+    assert row_of(made["main"], "per-loop + raw")["‖H_K‖"].startswith("3.400")
+
+
+def test_what_varied_is_named_by_condition_and_the_rest_is_fixed(grid):
+    table = tables(grid)["fixed_and_varied"]
+    kinds = {row[0]: row[1] for row in table.rows}
+    varied = {field for field, kind in kinds.items() if kind == "varied"}
+    assert varied == {
+        "model.readout", "model.inter_loop_norm", "objective.placement", "objective.norm_penalty", "training.seed",
+    }  # fmt: skip
+    assert kinds["training.lr"] == kinds["data.tokenizer"] == "fixed"
+    assert table.note == ONLY_FACTORS
+    penalties = next(row[2] for row in table.rows if row[0] == "objective.norm_penalty")
+    assert "0.01 (terminal+penalty, per-loop+penalty)" in penalties
+
+
+def test_anything_else_that_varied_is_called_out(grid):
+    config = row_config("per-loop+raw", 101)
+    other = replace(config, training=replace(config.training, lr=0.5, threads=7))
+    RunFolder(grid / "rows" / "per-loop+raw-s101").create(other)
+    note = tables(grid)["fixed_and_varied"].note
+    assert note == "These vary besides the named factors: training.lr."
+
+
+def test_the_folders_of_the_text_are_not_told(grid):
+    for folder in (grid / "rows").iterdir():
+        run = RunFolder(folder)
+        config = run.config()
+        run.create(replace(config, data=replace(config.data, data=("/home/somebody/train.txt",))))
+    rows = {row[0]: row[2] for row in tables(grid)["fixed_and_varied"].rows}
+    assert rows["data.data"] == "train.txt"
+
+
+def test_the_claims_table_shows_our_value_the_papers_and_the_verdict(grid):
+    table = tables(grid)["claims"]
+    assert [row[0] for row in table.rows] == [f"C{n}" for n in range(1, 12)]
+    first = row_of(table, "C1")
+    assert "norm ratio: 102.4 [102.4, 102.4], n = 3" in first["here (validation text)"]
+    assert "39,207" in first["paper"] and "[P]" in first["paper"] and first["verdict"] == "holds"
+    assert "that ΔCE with its sign: -0.004000" in row_of(table, "C8")["here (validation text)"]
+    assert row_of(table, "C10")["verdict"] == "not measured: waits for calibrated halting"
+
+
+def test_another_recipe_has_tables_of_its_own(grid):
+    write_row(grid, "per-loop+raw", 42, recipe="modern")
+    made = tables(grid)
+    assert len(made["main-modern"].rows) == 1 and len(made["main"].rows) == 9
+    assert "modern" in made["main-modern"].title
+
+
+def test_every_score_of_every_row_is_in_the_csv(grid):
+    lines = list(csv.DictReader(io.StringIO(depths_csv(read_results(grid)))))
+    assert len(lines) == 19 * 2 * 8
+    line = next(
+        e for e in lines if (e["condition"], e["seed"], e["split"], e["loops"]) == ("per-loop+raw", "42", "test", "2")
+    )
+    assert float(line["ce"]) == 4.417
+
+
+NASTY = Table("x", "a_b", ["50 %", "a|b"], [["\\input{x} $&# ~^ <>", "‖h‖ ± 1 × 2\nnew"], ['say "hi", you', "=1+1"]])
+
+
+def test_latex_is_escaped():
+    text = NASTY.latex()
+    body = text[text.index(r"\toprule") :]
+    assert r"50 \%" in body and r"\textbackslash{}input\{x\} \$\&\# \textasciitilde{}\textasciicircum{}" in body
+    assert r"$\|$h$\|$ $\pm$ 1 $\times$ 2 new" in body
+    assert r"a\_b" in text
+    assert escape_latex("plain text, 12") == "plain text, 12"
+
+
+def test_every_sign_of_the_real_tables_is_one_that_latex_knows(grid):
+    for table in tables(grid).values():
+        assert table.latex().isascii(), [sign for sign in table.latex() if not sign.isascii()]
+
+
+def test_markdown_cells_cannot_break_their_row():
+    lines = NASTY.markdown().splitlines()
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines if line.startswith("|")] == [3] * 4
+
+
+def test_csv_reads_back_to_the_same_cells():
+    assert list(csv.reader(io.StringIO(NASTY.csv()))) == [NASTY.header, *NASTY.rows]
+
+
+def test_everything_is_rebuilt_to_the_same_bytes(grid):
+    def made() -> dict[str, bytes]:
+        publish(grid, print)
+        folders = [grid / "tables", grid / "figures"]
+        return {path.name: path.read_bytes() for folder in folders for path in folder.iterdir()}
+
+    first = made()
+    assert made() == first
+    figures = {name for name in first if name.endswith(".svg")}
+    assert figures == {
+        "figure1_exit_plane.svg", "figure2_visibility_activity.svg", "figure3_thirty_loops.svg", "figure4_frontier.svg",
+        "alpha_sweep.svg",
+    }  # fmt: skip
+    assert {name.replace(".svg", ".pdf") for name in figures} <= first.keys()
+    assert all(f"{name}.{ending}" in first for name in tables(grid) for ending in ("md", "csv", "tex"))
+
+
+def test_figures_change_with_their_numbers(grid):
+    publish(grid, print)
+    names = sorted(path.name for path in (grid / "figures").glob("*.svg"))
+    before = {name: (grid / "figures" / name).read_bytes() for name in names}
+
+    def change(evaluation, audit):
+        evaluation["splits"]["valid"]["depths"][0]["ce"] += 1
+        evaluation["splits"]["valid"]["depths"][0]["perplexity"] += 9
+        audit["variables"][0]["visibility"] = 0.5
+        audit["loops"][0]["scale"] *= 2
+        audit["alpha_sweep"]["loops"][0]["ce"][0] += 1
+
+    write_row(grid, "per-loop+raw", 42, change=change)
+    publish(grid, print)
+    assert [name for name in names if (grid / "figures" / name).read_bytes() == before[name]] == []
+
+
+def test_figures_that_have_no_numbers_are_not_drawn(grid):
+    for path in grid.glob("rows/*/audit.json"):
+        path.unlink()
+    publish(grid, print)
+    assert {path.stem for path in (grid / "figures").iterdir()} == {"figure1_exit_plane", "figure4_frontier"}
+
+
+def test_without_matplotlib_everything_else_is_made_and_a_sentence_says_what_is_missing(grid, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "loopscope.experiments.figures", raising=False)
+    said: list[str] = []
+    publish(grid, said.append)
+    assert "no figures: they need matplotlib" in said[0]
+    assert (grid / "tables" / "main.md").exists() and not (grid / "figures").exists()
+
+
+def test_a_folder_without_a_grid_is_one_sentence(tmp_path):
+    with pytest.raises(RunError, match=r"has no grid\.json"):
+        read_results(tmp_path)
+
+
+def test_a_damaged_file_is_named(grid):
+    path = grid / "rows" / "per-loop+raw-s42" / "eval.json"
+    path.write_text("{")
+    with pytest.raises(RunError, match=re.escape(str(path))):
+        read_results(grid)
+
+
+def test_failed_rows_are_listed_and_unfinished_ones_left_out(grid):
+    for name, state in (("per-loop+raw-s42", "failed"), ("per-loop+raw-s101", "running")):
+        path = grid / "rows" / name / "row.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "state": state, "error": "boom"}))
+    results = read_results(grid)
+    assert [(failure.name, failure.error) for failure in results.failures] == [("per-loop+raw-s42", "boom")]
+    assert len(results.rows) == 17
