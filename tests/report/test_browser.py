@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -238,7 +239,7 @@ def test_no_label_of_an_axis_is_cut_off_or_lies_on_another(open_tab, page_file):
                 assert frame["left"] - 1 <= box["left"] and box["right"] <= frame["right"] + 1, (name, width, box)
             for side, start, end in (("x", "left", "right"), ("y", "top", "bottom")):
                 placed = sorted(boxes[side], key=lambda box: box[start])
-                for first, second in zip(placed, placed[1:], strict=False):
+                for first, second in itertools.pairwise(placed):
                     assert first[end] <= second[start] + 3, (name, width, side, first, second)
 
 
