@@ -162,7 +162,7 @@ def test_hovering_shows_condition_run_and_values(open_tab, page_file):
     label.wait_for()
     text = label.text_content()
     trace = json.loads(tab.page.locator("#page-data").text_content())["charts"]["plane"]["traces"][0]
-    assert trace["text"] in text and trace["customdata"][0][0] in text and trace["customdata"][0][1] in text
+    assert trace["meta"] in text and trace["customdata"][0][0] in text and trace["customdata"][0][1] in text
 
 
 def test_dark_is_dark_and_charts_follow_also_while_the_page_is_open(open_tab, page_file):

@@ -169,7 +169,7 @@ def test_a_folder_named_like_a_script_is_text_in_page_and_charts(tmp_path):
     write_run(tmp_path / "<script>alert(1)<" / "other", "per-loop+raw", files=())
     page = build_report([tmp_path / "<script>alert(1)<"]).html
     assert "b>%{x}" in Elements(page).text
-    labels = {trace["text"] for trace in data_of(page)["charts"]["norm-training"]["traces"]}
+    labels = {trace["meta"] for trace in data_of(page)["charts"]["norm-training"]["traces"]}
     assert "per-loop + RMSNorm · b&gt;%{x}" in labels, "plotly reads tags, so they are escaped for it"
     templates = {trace["hovertemplate"] for trace in data_of(page)["charts"]["norm-training"]["traces"]}
     assert all("b>" not in template.replace("<b>", "").replace("</b>", "") for template in templates)
@@ -472,7 +472,7 @@ def test_every_chart_has_a_sentence_and_a_table_with_the_numbers_it_draws(reprod
         section = page.split(f'data-chart="{name}"')[1].split("</figure>")[0]
         for trace in chart["traces"]:
             shown = [value for _, value in trace["customdata"]]
-            assert shown[0] in section and shown[-1] in section, (name, trace["text"])
+            assert shown[0] in section and shown[-1] in section, (name, trace["meta"])
 
 
 def test_the_plane_has_norm_and_exit_failure_of_every_run(reproduction):
@@ -480,7 +480,7 @@ def test_the_plane_has_norm_and_exit_failure_of_every_run(reproduction):
     traces = data_of(build_report([reproduction]).html)["charts"]["plane"]["traces"]
     assert len(traces) == len(runs)
     for trace in traces:
-        run = runs[trace["text"].split(" · ")[1]]
+        run = runs[trace["meta"].split(" · ")[1]]
         assert trace["x"] == [pytest.approx(run.final_norm, rel=1e-5)]
         assert trace["customdata"] == [[plain(run.final_norm), plain(run.exit_failure)]]
 
@@ -489,7 +489,7 @@ def test_the_alpha_sweep_is_a_change_against_alpha_one(reproduction):
     chart = data_of(build_report([reproduction]).html)["charts"]["alpha"]
     for trace in chart["traces"]:
         assert trace["y"][trace["x"].index(1.0)] == 0.0
-        flat = "raw" not in trace["text"]
+        flat = "raw" not in trace["meta"]
         assert (max(trace["y"]) == 0) == flat
 
 

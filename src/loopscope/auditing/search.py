@@ -6,10 +6,10 @@ A looped model is taken apart as a control engineer takes a system apart, at the
     carried     the next loops pass v on: neither removed at once nor damped by more than 5 % a loop
     reachable   v is in the range of the Jacobian of loop k, which wrote h_k, up to hidden directions that are removed
     read        some later loop's logits depend on v; otherwise it is inert
-    unshown     no later supervised readout shows v: neither at this state nor where the loops carry it
+    unshown     v arrives at every later supervised loop among what is hidden there
+    unbounded   a huge change along v survives a loop; where an inter-loop norm bounds it, it is a memory
 
-A direction with all five is **blind**: training moves it, depth carries it, and no exit's loss answers for it. Where
-the loop forgets the state's overall scale (an inter-loop norm), such a direction is bounded: a memory, and no alarm.
+A direction with all six is **blind**: training moves it, depth carries it, and no exit's loss answers for it.
 Lemma 1 of arXiv 2606.24898 is the special case v = h, J = Jacobian through RMSNorm.
 
 Decisions are made on singular values themselves. Visibility is measured in the uniform metric on centred logits:
@@ -50,8 +50,12 @@ READ = 1e-9
 """Share of an average direction's effect on later logits below which nothing reads a direction (float64)."""
 READ_SINGLE = 1e-5
 """The same in float32."""
-UNSHOWN = 1e-2
-"""Share of a carried direction that must still be hidden at a later supervised loop."""
+STILL_HIDDEN = 0.55
+"""Part of a direction, per loop, that must arrive at a later supervised loop among what is hidden there."""
+HUGE = 1e4
+"""Length, in that of the state, of a change that only a bounded loop absorbs."""
+BOUNDED = 1e-2
+"""Gain of such a change below which the loop bounds it."""
 LATER_LOOPS = 4
 """Loops after k through which a direction is followed."""
 PROBES = 8
@@ -95,11 +99,10 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a subspace of hidden directions: how many end in each class, and a basis of the last ones."""
+    """What becomes of a subspace of hidden directions: how many end in each class, and a basis of the blind ones."""
 
     counts: dict[str, int]
     blind_DC: Tensor
-    memory_DC: Tensor
     gain: float
     """Largest gain of the subspace through the next loop."""
     delayed: float
@@ -186,16 +189,24 @@ class Search:
             findings[k] = StateFindings(hidden[k], fate, named)
         return findings
 
-    def hidden(self, token: TokenMaps, k: int, at: int | None = None) -> Hidden:
-        """The singular values of what the readout of loop k shows (of the state of loop `at`), from its Gram matrix.
+    def hidden(self, token: TokenMaps, k: int) -> Hidden:
+        """What the readout of loop k hides of its state, at a scale of at least 1 where that hides scale besides.
 
-        At a scale of at least 1: below it a norm's eps leaks, eps/(s² + eps), and an untrained model would pass for a
-        visible one until its scale has grown.
+        Below it a norm's eps leaks, eps/(s² + eps), and an untrained model would pass for a visible one until it has
+        grown. A readout that collapses at another scale than its own (a soft cap) is judged at its own.
         """
-        h_D = token.h_D(k if at is None else at)
+        h_D = token.h_D(k)
         if not h_D.any():
             raise ProtocolError(f"loop {k} leaves a state h_{k} of zeros, which has no direction")
-        h_D = h_D / (h_D.norm() / len(h_D) ** 0.5).clamp(min=1e-30, max=1.0)
+        found = self._hidden_at(token, k, h_D)
+        scale = float(h_D.norm()) / len(h_D) ** 0.5
+        if scale >= 1:
+            return found
+        grown = self._hidden_at(token, k, h_D / scale)
+        return grown if grown.basis_DN.shape[1] == found.basis_DN.shape[1] + 1 else found
+
+    def _hidden_at(self, token: TokenMaps, k: int, h_D: Tensor) -> Hidden:
+        """The singular values of what is shown of one state, from the Gram matrix of its Jacobian."""
         identity_DD = torch.eye(len(h_D), dtype=h_D.dtype, device=h_D.device)
         (tangents_DF,) = push(lambda h_RD: [token.shown(h_RD, k)], h_D, identity_DD)
         logits_DF = self.metric.logits(tangents_DF)
@@ -231,7 +242,6 @@ class _Question:
         self.usual_effect = float(torch.cat(effects, dim=-1).norm(dim=-1).median())
         self.read_floor = READ if self.h_D.dtype == torch.float64 else READ_SINGLE
         self._range: Tensor | None = None
-        self._bounded: bool | None = None
         self._outside_removed_DC: Tensor | None = None
 
     def field(self, unit_D: Tensor) -> FieldFinding:
@@ -249,9 +259,8 @@ class _Question:
     def fate(self, basis_DC: Tensor) -> Fate:
         """Sort a subspace into classes: each question takes some directions away."""
         counts = dict.fromkeys(CLASSES, 0)
-        nothing_DC = basis_DC[:, :0]
         if basis_DC.shape[1] == 0:
-            return Fate(counts, nothing_DC, nothing_DC, 0.0, 0.0)
+            return Fate(counts, basis_DC, 0.0, 0.0)
         carried, effects = self._follow(basis_DC.T)
         gain = float(torch.linalg.matrix_norm(carried[0], ord=2))
         delayed = float(torch.linalg.matrix_norm(torch.cat(effects, dim=-1), ord=2)) / self.usual_effect
@@ -262,11 +271,8 @@ class _Question:
             rest = kept
             if rest.shape[1] == 0:
                 break
-        left_DC = basis_DC @ rest
-        bounded = rest.shape[1] > 0 and self.bounded
-        counts["memory" if bounded else "blind"] = rest.shape[1]
-        blind_DC, memory_DC = (nothing_DC, left_DC) if bounded else (left_DC, nothing_DC)
-        return Fate(counts, blind_DC, memory_DC, gain, delayed)
+        counts["blind"] = rest.shape[1]
+        return Fate(counts, basis_DC @ rest, gain, delayed)
 
     def _questions(
         self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor]
@@ -277,7 +283,8 @@ class _Question:
             ("unreachable", lambda rest: self._reachable(basis_DC, rest)),
             ("damped", lambda rest: self._undamped(carried, rest)),
             ("inert", lambda rest: self._read(effects, rest)),
-            ("shown_later", lambda rest: self._unshown(basis_DC, carried, rest)),
+            ("shown_later", lambda rest: self._unshown(carried, rest)),
+            ("memory", lambda rest: self._unbounded(basis_DC, rest)),
         ]
 
     def _follow(self, rows_RD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -364,36 +371,29 @@ class _Question:
         """Directions that change the logits of some later loop."""
         return self._kept(torch.cat(effects, dim=-1).T, rest, self.read_floor * self.usual_effect)
 
-    def _unshown(self, basis_DC: Tensor, carried: list[Tensor], rest: Tensor) -> Tensor:
-        """Directions that no later supervised readout shows, at this state or where the loops carry them."""
+    def _unshown(self, carried: list[Tensor], rest: Tensor) -> Tensor:
+        """Directions that arrive at every later supervised loop among what is hidden there."""
         for later in (k for k in self.search.supervised if k > self.k):
-            rest = self._hidden_from(later, basis_DC, rest)
+            loops = later - self.k
+            arrived = self.hidden[later].basis_DN.T @ carried[loops - 1].T
+            rest = self._kept(arrived, rest, STILL_HIDDEN**loops) if len(arrived) else rest[:, :0]
             if rest.shape[1] == 0:
                 break
-            image_DC = carried[later - self.k - 1].T @ rest
-            orthonormal_DC, triangle = torch.linalg.qr(image_DC)
-            _, shares, right = torch.linalg.svd(self.hidden[later].basis_DN.T @ orthonormal_DC, full_matrices=True)
-            still = torch.zeros(rest.shape[1], dtype=torch.bool)
-            still[: len(shares)] = (shares > UNSHOWN).cpu()
-            rest = _orthonormal(rest @ torch.linalg.solve_triangular(triangle, right.T[:, still], upper=True))
         return rest
 
-    def _hidden_from(self, later: int, basis_DC: Tensor, rest: Tensor) -> Tensor:
-        """Directions at this state that the readout of a later loop would hide too."""
-        there = self.search.hidden(self.token, later, at=self.k)
-        directions_DC = basis_DC @ rest
-        squares, vectors = torch.linalg.eigh(directions_DC.T @ there.gram_DD @ directions_DC)
-        return rest @ vectors[:, squares.clamp(min=0).sqrt() <= HIDDEN * there.reference]
-
-    @property
-    def bounded(self) -> bool:
-        """The loop forgets the state's scale, or cannot write it: an inter-loop norm bounds the whole state."""
-        if self._bounded is None:
-            radial_D1 = _unit(self.h_D.double())[:, None]
-            carried, _ = self._follow(radial_D1.T)
-            removed = float(carried[0].norm()) <= CARRIED * self.usual_gain
-            self._bounded = removed or float(self._unwritable(radial_D1).norm()) > REACH
-        return self._bounded
+    def _unbounded(self, basis_DC: Tensor, rest: Tensor) -> Tensor:
+        """Directions along which even a huge change survives a loop; an inter-loop norm bounds all of them."""
+        size = HUGE * max(float(self.h_D.norm()), 1.0)
+        with torch.no_grad():
+            directions_CD = (basis_DC @ rest).T.to(self.h_D.dtype)
+            ahead_CD, here_1D = (
+                self.token.loops(h, self.k, 1)[0] for h in (self.h_D + size * directions_CD, self.h_D[None])
+            )
+        change_DC = ((ahead_CD.double() - here_1D.double()) / size).T
+        if not change_DC.isfinite().all():
+            return rest
+        _, gains, right = torch.linalg.svd(change_DC, full_matrices=False)
+        return rest @ right.T[:, gains > BOUNDED]
 
 
 _PUBLIC = {"unreachable": "removed", "shown_later": "visible"}
