@@ -95,7 +95,8 @@ def made_up_audit(name: str, norm: float) -> dict[str, Any]:
         "alpha_sweep": {"alphas": alphas, "loops": [{"k": LOOPS, "ce": sweep}]},
         "interventions": [
             {"name": "radial clamp: growth removed", "ce": 4.4, "delta_ce": -0.004},
-            {"name": "radial clamp: scale frozen", "ce": 4.4, "delta_ce": 0.001},
+            {"name": "radial clamp: frozen at loop 1", "ce": 4.4, "delta_ce": 0.001},
+            {"name": "mean clamp", "ce": 4.9, "delta_ce": 0.5},
         ],
     }
 

@@ -59,7 +59,7 @@ def test_the_diagnostic_tables_take_their_numbers_from_the_audit(grid):
         "2.00e-07",
     )
     assert row_of(made["radial_clamp"], "per-loop + raw")["radial clamp: growth removed"].startswith("-0.004000")
-    assert row_of(made["radial_clamp"], "per-loop + raw")["radial clamp: scale frozen"].startswith("+0.001000")
+    assert row_of(made["radial_clamp"], "per-loop + raw")["radial clamp: frozen at loop 1"].startswith("+0.001000")
     assert row_of(made["variable_depth"], "per-loop + RMSNorm")["K = 8"].startswith("93.3")
     assert row_of(made["token_norms"], "per-loop + final-only norm")["largest / median"] == "5.455"
     assert len(made["residual_updates"].rows) == 9 * 4

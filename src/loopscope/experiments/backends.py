@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -153,8 +154,9 @@ class Ray:
             raise UnsupportedError("--on ray needs Ray; run: pip install 'loopscope[ray]'") from None
         local = {} if address else {"include_dashboard": False, "num_cpus": max(usable_cores(), threads)}
         try:
+            _knock(address)
             self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise RunError(f"cannot reach the Ray cluster {address or 'of this machine'}: {reason}") from error
         self.slots = rows_at_once or 1_000_000
@@ -196,6 +198,13 @@ def run_row_task(spec_json: str, folder: str, threads: int, working_folder: str)
         process.send_signal(signal.SIGTERM)
         process.wait()
         raise
+
+
+def _knock(address: str | None) -> None:
+    """Raise at once where nobody listens; Ray itself would try for minutes, out of Ctrl-C's reach."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 @dataclass(frozen=True)

@@ -216,8 +216,11 @@ def c6(view: View) -> list[Quantity]:
 
 def large(row: RowResult) -> list[dict[str, Any]]:
     """Loops at which scale is at least ten times the tangential update: where Lemma 2 is to leading order exact."""
-    complete = [loop for loop in row.loops() if finite(loop.get("radial_increment")) is not None]
+    complete = [loop for loop in row.loops() if all(finite(loop.get(name)) is not None for name in _ACTIVITY)]
     return [loop for loop in complete if loop["scale"] >= 10 * loop["tangential_update"]]
+
+
+_ACTIVITY = ("scale", "tangential_update", "radial_increment", "predicted_increment", "angular_step_times_scale")
 
 
 def _prediction_error(row: RowResult, split: str) -> float | None:

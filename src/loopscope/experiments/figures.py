@@ -258,7 +258,7 @@ def _curve(view: View, name: str) -> tuple[list[float], list[float]]:
     for row in view.of(name).values():
         sweep = (row.audit or {}).get("alpha_sweep", {})
         last = next((loop for loop in sweep.get("loops", ()) if loop["k"] == row.num_loops), None)
-        if last is not None and sweep["alphas"] == (alphas or sweep["alphas"]):
+        if last is not None and None not in last["ce"] and sweep["alphas"] == (alphas or sweep["alphas"]):
             alphas = sweep["alphas"]
             unscaled = last["ce"][min(range(len(alphas)), key=lambda n: abs(math.log(alphas[n])))]
             changes.append([value - unscaled for value in last["ce"]])

@@ -219,9 +219,9 @@ def raw_at(row: RowResult, k: int) -> bool:
 
 
 def clamps(row: RowResult) -> Iterator[dict[str, Any]]:
-    """The audit's interventions on the scale."""
+    """The audit's interventions on the scale; it has others too."""
     for intervention in (row.audit or {}).get("interventions", ()):
-        if "clamp" in intervention["name"] and finite(intervention.get("delta_ce")) is not None:
+        if intervention["name"].startswith("radial clamp") and finite(intervention.get("delta_ce")) is not None:
             yield intervention
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,9 +160,9 @@ def token_norms_table(view: View) -> Table:
         columns: list[list[float]] = [[] for _ in range(len(QUANTILES) + 1)]
         for row in view.of(name).values():
             for loop in row.loops():
-                if loop["k"] == row.num_loops and loop.get("norm_quantiles"):
-                    quantiles = loop["norm_quantiles"]
-                    ratio = quantiles[-1] / quantiles[2] if quantiles[2] else float("nan")
+                quantiles = loop.get("norm_quantiles") or [None]
+                if loop["k"] == row.num_loops and None not in quantiles:
+                    ratio = quantiles[-1] / quantiles[2] if quantiles[2] else math.nan
                     for column, value in zip(columns, [*quantiles, ratio], strict=True):
                         column.append(value)
         rows.append([_title(name), *(_cell(column) for column in columns)])

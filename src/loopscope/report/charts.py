@@ -130,8 +130,8 @@ def line_traces(
                 "x": [x.place(a) for a, _ in points],
                 "y": [y.place(b) for _, b in points],
                 "customdata": [[plain(a), plain(b)] for a, b in points],
-                "text": escaped(line.label),
-                "hovertemplate": f"<b>%{{text}}</b><br>{x.title}: %{{customdata[0]}}<br>{y.title}: "
+                "meta": escaped(line.label),
+                "hovertemplate": f"<b>%{{meta}}</b><br>{x.title}: %{{customdata[0]}}<br>{y.title}: "
                 "<b>%{customdata[1]}</b><extra></extra>",
                 "line": {"dash": line.group.dash, "width": 2},
                 "marker": {
@@ -187,14 +187,15 @@ def signed_ticks(values: Sequence[float], width: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> dict[str, Any]:
-    """Ticks of a logarithmic axis: powers of ten over many decades, 1-2-5 over few, plotly's choice within one."""
+    """Ticks of a logarithmic axis: powers of ten over many decades, round numbers over few, else what plotly takes."""
     decades = math.log10(high / low)
     if decades > 2.2:
         return {"dtick": 1 if decades <= 8 else 2, "exponentformat": "power"}
-    if decades < 0.8:
-        return {"nticks": 6}
+    if decades < 0.2:
+        return {"nticks": 5}
+    digits = (1, 1.5, 2, 3, 5, 7) if decades < 0.8 else (1, 2, 5)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [rounded(digit * 10.0**power) for power in powers for digit in (1, 2, 5)]
+    ticks = [rounded(digit * 10.0**power) for power in powers for digit in digits]
     return {"tickvals": ticks, "ticktext": [plain(tick) for tick in ticks]}
 
 
