@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -82,6 +83,15 @@ def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(tmp_path):
     holder.wait()
     with RunFolder(tmp_path).locked():
         pass
+
+
+def test_looking_whether_a_run_is_locked_keeps_nobody_from_locking_it(tmp_path):
+    looks = threading.Thread(target=lambda: [RunFolder(tmp_path).is_held() for _ in range(3000)])
+    looks.start()
+    while looks.is_alive():
+        with RunFolder(tmp_path).locked():
+            assert RunFolder(tmp_path).is_held()
+    assert not RunFolder(tmp_path).is_held()
 
 
 def test_git_state_is_none_outside_a_repository(tmp_path):

@@ -14,15 +14,18 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from loopscope.config import Config, config_to_yaml, load_config
 from loopscope.errors import RunError
 
 SCHEMA_VERSION = 1
+GLANCE_SECONDS = 0.5
+"""Somebody who only looks whether a run is locked shares the lock for an instant, never for longer than this."""
 
 
 class RunFolder:
@@ -83,20 +86,43 @@ class RunFolder:
         write_atomically(self.metrics_path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the run's lock, or refuse. The kernel drops the lock of a process that dies."""
+    def locked(self, wait: float = 0.0) -> Iterator[None]:
+        """Hold the run's lock, or refuse after `wait` seconds. The kernel drops the lock of a process that dies."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        with self._lock_path.open("a+") as file:
+            if not _flock_within(file, fcntl.LOCK_EX, wait + GLANCE_SECONDS):
                 file.seek(0)
                 holder = file.read().strip() or "another process"
-                raise RunError(f"{self.path} is in use by {holder}; wait for it, or choose another --out") from None
+                raise RunError(f"{self.path} is in use by {holder}; wait for it, or choose another --out")
             file.truncate(0)
             file.write(f"process {os.getpid()}")
             file.flush()
             yield
+
+    def is_held(self) -> bool:
+        """Whether a living process holds the run's lock. A glance: it shares the lock for an instant."""
+        if not self._lock_path.exists():
+            return False
+        with self._lock_path.open("a") as file:
+            return not _flock_within(file, fcntl.LOCK_SH, 0.0)
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / ".lock"
+
+
+def _flock_within(file: IO[str], kind: int, seconds: float) -> bool:
+    """Whether the lock could be had within that time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from made_up import row_config
 from loopscope.errors import EXIT_INTERRUPTED, RunError
 from loopscope.experiments import schedule as schedule_module
 from loopscope.experiments.grid import RowSpec
-from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, RowStatus, is_held, write_record
+from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, RowStatus, write_record
 from loopscope.experiments.schedule import Overview, Schedule
 
 
@@ -49,7 +49,7 @@ def test_a_row_runs_while_its_lock_is_held(ledger):
     write(ledger, spec(), "failed")
     with ledger.run(spec()).locked():
         assert ledger.status(spec()).state == "running"
-        assert is_held(ledger.run(spec()))
+        assert ledger.run(spec()).is_held()
     assert ledger.status(spec()).state == "failed"
 
 

@@ -6,7 +6,6 @@ crash or a power cut leaves behind counts as open, and is gone on with.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ class Ledger:
         state: State = "failed" if record.get("state") == "failed" else "open"
         if is_complete(run.path, spec):
             state = "finished"
-        elif is_held(run):
+        elif run.is_held():
             state = "running"
         last = _last_row(run.metrics_path)
         return RowStatus(
@@ -123,19 +122,6 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 def is_complete(folder: Path, spec: RowSpec) -> bool:
     """Whether everything that is asked of a row is there."""
     return read_record(folder).get("state") == "finished" and (not spec.audit or (folder / "audit.json").exists())
-
-
-def is_held(run: RunFolder) -> bool:
-    """Whether a living process holds the row."""
-    path = run.path / ".lock"
-    if not path.exists():
-        return False
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
 
 
 def _last_row(path: Path) -> dict[str, Any]:

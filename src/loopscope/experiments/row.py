@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
 from loopscope.experiments.grid import EXTRA_LOOPS, SCHEMA_VERSION, RowSpec, write_json
-from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, is_complete, is_held, read_record, write_record
+from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, is_complete, read_record, write_record
 from loopscope.runs import RunFolder, folder_written_whole
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def main(folder: str, spec_json: str, wait: str) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     spec, run = RowSpec.from_json(spec_json), RunFolder(Path(folder))
     try:
-        _wait_for(run, float(wait))
-        with run.locked():
+        with run.locked(wait=float(wait)):  # a process that is just saving and leaving this row gets the time to do so
             return _run_noting(spec, run)
     except RunError as error:  # the lock; what happens under it is noted there
         say(str(error))
@@ -273,13 +272,6 @@ def die_with_parent() -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-def _wait_for(run: RunFolder, seconds: float) -> None:
-    """Give a process that is just saving and leaving this row the time to do so."""
-    deadline = time.monotonic() + seconds
-    while is_held(run) and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 def _copy_tokenizer(run: RunFolder) -> None:
