@@ -27,11 +27,11 @@ class Audit:
     """Flags of `loopscope audit`."""
 
     target: Positional[str]
-    """Run folder, checkpoint, preset:NAME, configuration file, or package.module:factory."""
+    """Run folder, checkpoint, Hugging Face folder, preset:NAME, configuration file, or package.module:factory."""
     supervised: str | None = None
-    """Loops that get cross-entropy: every-loop, terminal, or 1,3; by default what the run or configuration says."""
+    """Loops that get cross-entropy: every-loop, terminal, or 1,3; by default what the target says."""
     norm_penalty: float | None = None
-    """Weight of a norm penalty that is part of the loss; by default what the run or configuration says."""
+    """Weight of a norm penalty that is part of the loss; by default what the target says."""
     data: tuple[str, ...] | None = None
     """Text to audit on instead of the run's validation split."""
     states: int = 8
@@ -47,7 +47,7 @@ class Audit:
     seed: int = 0
     """Which states are drawn; for an untrained model, also its weights."""
     out: Path | None = None
-    """Where to write audit.json; by default into the run folder."""
+    """Where to write audit.json; by default into the run folder, and nowhere for other targets."""
     json: bool = False
     """Print audit.json instead of tables."""
 
@@ -58,6 +58,7 @@ Works on trained and on untrained models; put `loopscope audit my-config.yaml` i
 examples:
   loopscope audit preset:nano                      a design, before anybody trains it
   loopscope audit runs/nano-per-loop-rmsnorm-s42   a run, on its validation text, under its own objective
+  loopscope audit downloads/Ouro-1.4B              somebody's checkpoint: config.json and safetensors
   loopscope audit my_package.my_model:build --supervised terminal
   loopscope audit runs/mine --json > audit.json"""
 
@@ -81,7 +82,7 @@ examples:
         if self.json:
             print_text(_dumped(result))
         else:
-            print_audit(result)
+            print_audit(result, target.stage)
         return EXIT_FINDINGS if result.verdict == "blind-spot" else EXIT_OK
 
     def audit(self, target: Target) -> AuditResult:
@@ -112,7 +113,7 @@ examples:
                 step=target.step,
                 progress=lambda what, _: advance(what),
             )
-        return with_texts(result, target)
+        return with_notes(with_texts(result, target), target)
 
 
 def parse_supervised(text: str | None) -> Supervised:
@@ -133,6 +134,11 @@ def with_texts(result: AuditResult, target: Target) -> AuditResult:
     return replace(result, heaviest_tokens=named)
 
 
+def with_notes(result: AuditResult, target: Target) -> AuditResult:
+    """What the target says of itself, before what the audit noticed."""
+    return replace(result, checks={**result.checks, "notes": [*target.notes, *result.checks["notes"]]})
+
+
 def write_audit(result: AuditResult, path: Path) -> None:
     """audit.json, whole or not at all."""
     from loopscope.runs import write_atomically
@@ -144,10 +150,10 @@ def _dumped(result: AuditResult) -> str:
     return json.dumps(result.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def print_audit(result: AuditResult) -> None:
+def print_audit(result: AuditResult, stage: str = "untrained") -> None:
     """The verdict, the variables, the loops, and small plots."""
     subject = result.model
-    step = "untrained" if subject.step is None else f"step {subject.step}"
+    step = stage if subject.step is None else f"step {subject.step}"
     loops = ",".join(map(str, subject.supervised))
     seen = "".join(f" + {name}" for name in subject.observables)
     print_text(f"{subject.name}, {step}: {subject.num_loops} loops, width {subject.width}; CE at loops {loops}{seen}")

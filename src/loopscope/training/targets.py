@@ -1,4 +1,5 @@
-"""What can be audited by name: a run folder, a checkpoint, a preset, a configuration file, or a Python factory.
+"""What can be audited by name: a run folder, a checkpoint, a Hugging Face folder, a preset, a configuration file, or a
+Python factory.
 
 Shape legend: B batch, T tokens.
 """
@@ -6,28 +7,33 @@ Shape legend: B batch, T tokens.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from loopscope.adapters.hf import is_hf_folder, open_folder
 from loopscope.auditing.objective import observables_of, supervised_of
 from loopscope.auditing.run import Batch, Supervised
 from loopscope.auditing.search import Observable
-from loopscope.config import Config, load_config
-from loopscope.errors import ConfigError, DataError, RunError, UnsupportedError
+from loopscope.config import Config, DataConfig, load_config
+from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.model.looped_lm import build
 from loopscope.presets import preset
 from loopscope.protocol import LoopedModel
 
+if TYPE_CHECKING:
+    from loopscope.data.tokenizers import Tokenizer
+
 RANDOM_ROWS, RANDOM_LENGTH = 8, 64
-"""Random ids that an untrained model is audited on."""
+"""Random ids that a model without text of its own is audited on."""
+TEXT_LENGTH = 64
+"""Tokens of a row of text for somebody else's checkpoint, which does not say how long its sequences were."""
 
 Say = Callable[[str], None]
 
@@ -46,6 +52,10 @@ class Target:
     """Run folder to leave audit.json in."""
     text_of: Callable[[int], str] | None = field(default=None, compare=False)
     """Token id → text."""
+    stage: str = "untrained"
+    """What is said of the weights where no step is known."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the audit should know of the target."""
 
 
 def open_target(text: str, *, data: tuple[str, ...] | None, seed: int, num_rows: int, say: Say) -> Target:
@@ -54,13 +64,16 @@ def open_target(text: str, *, data: tuple[str, ...] | None, seed: int, num_rows:
     if text.startswith("preset:"):
         return untrained(text, preset(text.removeprefix("preset:")), seed)
     if path.is_dir():
-        return _folder(path, data, num_rows, say)
+        if is_hf_folder(path):
+            return of_hf_folder(path, data=data, seed=seed, num_rows=num_rows, say=say)
+        return of_run(path, data=data, num_rows=num_rows, say=say)
     if path.suffix in (".yaml", ".yml"):
         return untrained(text, load_config(path), seed)
     if ":" in text:
         return _from_factory(text, seed)
     raise RunError(
-        f"{text} is no run folder, checkpoint, preset:NAME, configuration file or package.module:factory; "
+        f"{text} is no run folder, checkpoint, Hugging Face folder, preset:NAME, configuration file or "
+        "package.module:factory; "
         "loopscope train makes a run, loopscope audit preset:nano audits a design"
     )
 
@@ -80,11 +93,13 @@ def random_ids(vocab_size: int, length: int, seed: int) -> Tensor:
 
 def of_run(path: Path, *, data: tuple[str, ...] | None, num_rows: int, say: Say) -> Target:
     """A run's newest checkpoint, or one checkpoint, on its validation text under its own objective."""
+    from loopscope.data.tokenizers import load_tokenizer
     from loopscope.training.session import checkpoint_path, load, run_of
 
     run, checkpoint = run_of(path), checkpoint_path(path)
     config = run.config()
-    batches, text_of = _validation_batches(run.path, config, data, num_rows, say)
+    tokenizer = load_tokenizer(run.path / "tokenizer")
+    batches, text_of = _text(tokenizer, config.data, data, config.sequence_length, num_rows, say)
     return Target(
         name=str(path),
         model=load(path),
@@ -97,34 +112,58 @@ def of_run(path: Path, *, data: tuple[str, ...] | None, num_rows: int, say: Say)
     )
 
 
-def _folder(path: Path, data: tuple[str, ...] | None, num_rows: int, say: Say) -> Target:
-    hub_config = path / "config.json"
-    if not hub_config.is_file():
-        return of_run(path, data=data, num_rows=num_rows, say=say)
-    try:
-        kind = json.loads(hub_config.read_text("utf-8")).get("model_type", "unknown")
-    except (OSError, ValueError, AttributeError) as error:
-        raise RunError(f"{hub_config} is not readable JSON: {error}") from error
-    raise UnsupportedError(
-        f"{path} is a Hugging Face folder of model type {kind!r}, for which there is no adapter; write a function that "
-        "returns loopscope.adapt(embed=…, loop=…, readout=…, num_loops=…) and pass it as package.module:factory"
+def of_hf_folder(path: Path, *, data: tuple[str, ...] | None, seed: int, num_rows: int, say: Say) -> Target:
+    """Somebody else's checkpoint under the objective of its kind, on text where the folder has a tokenizer.json.
+
+    The folder is theirs: no audit.json is left in it.
+    """
+    foreign = open_folder(path)
+    length = min(TEXT_LENGTH, foreign.max_length)
+    tokenizer = _tokenizer_beside(path, foreign.vocab_size)
+    batches: list[Batch] = [random_ids(foreign.vocab_size, length, seed)]
+    on, text_of = "random token ids, since the folder has no tokenizer.json: its cross-entropies mean little", None
+    if tokenizer is not None:
+        batches, text_of = _text(tokenizer, DataConfig(), data, length, num_rows, say)
+        on = "the built-in text (--data names another)" if data is None else ", ".join(data)
+    elif data is not None:
+        raise ConfigError(f"--data: {path} has no tokenizer.json to read text with; without --data, ids are random")
+    return Target(
+        name=str(path),
+        model=foreign.model,
+        batches=batches,
+        supervised=supervised_of(foreign.objective, foreign.model.num_loops),
+        observables=observables_of(foreign.objective),
+        text_of=text_of,
+        stage="step unknown",
+        notes=(f"audited on {on}", *foreign.notes),
     )
 
 
-def _validation_batches(
-    folder: Path, config: Config, data: tuple[str, ...] | None, num_rows: int, say: Say
+def _tokenizer_beside(folder: Path, vocab_size: int) -> Tokenizer | None:
+    from loopscope.data.tokenizers import TOKENIZER_FILE, read_tokenizer
+
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        return None
+    tokenizer = read_tokenizer(file)
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(f"{file} has {tokenizer.vocab_size} tokens, and the model beside it only {vocab_size}")
+    return tokenizer
+
+
+def _text(
+    tokenizer: Tokenizer, own: DataConfig, data: tuple[str, ...] | None, length: int, num_rows: int, say: Say
 ) -> tuple[list[Batch], Callable[[int], str]]:
+    """Rows of the validation split, or of other text that was asked for; and how to read a token."""
     from loopscope.data.corpora import open_corpus
     from loopscope.data.prepare import evaluation_tokens, pack_split
     from loopscope.data.stream import evaluation_batches
-    from loopscope.data.tokenizers import load_tokenizer
 
-    tokenizer = load_tokenizer(folder / "tokenizer")
     if data is not None:
-        tokens = evaluation_tokens(data, config.data.text_field, tokenizer, say)
+        tokens = evaluation_tokens(data, own.text_field, tokenizer, say)
     else:
-        tokens = pack_split(open_corpus(config.data), "valid", tokenizer, say)
-    batches: list[Batch] = list(islice(evaluation_batches(tokens, config.sequence_length, 1, None), num_rows))
+        tokens = pack_split(open_corpus(own), "valid", tokenizer, say)
+    batches: list[Batch] = list(islice(evaluation_batches(tokens, length, 1, None), num_rows))
     return batches, lambda token: tokenizer.decode([token])
 
 

@@ -1,0 +1,146 @@
+"""Ouro checkpoints (model_type "ouro") as our own looped model.
+
+    h_k = layers(norm(h_{k-1}))        norm opens every loop but the first
+    logits_k = lm_head(norm(h_k))      λ_k = σ(early_exit_gate(norm(h_k)))
+
+Published code closes each loop with `model.norm`, which then feeds the next loop, the gate and the head. In the
+canonical cut h_k is the state before it, so one norm is both our inter-loop norm and our readout's, and it takes the
+scale out of the loop. How the weights were trained, no file says: with cross-entropy at every loop, weighted by the
+exit gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from loopscope.adapters.foreign import Fields, Foreign, Shape, Weights
+from loopscope.config import Config, ModelConfig
+from loopscope.errors import ConfigError
+from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.presets import preset
+
+DESIGN = "ouro-1.4b"
+"""The preset whose design all sizes share."""
+
+Layout = dict[str, dict[str, Shape]]
+"""Our tensor → their tensors, with shapes, whose rows stacked in this order make it."""
+
+
+def load(fields: Fields, weights: Weights, dtype: torch.dtype = torch.float32) -> Foreign:
+    """The model that config.json describes with the folder's weights; both must fit exactly."""
+    config = config_of(fields)
+    model = _filled(config.model, weights, dtype)
+    return Foreign(model, config.model.vocab_size, config.model.max_length, config.objective)
+
+
+def config_of(fields: Fields) -> Config:
+    """An Ouro config.json in our words."""
+    _refuse_unsupported(fields)
+    if fields.whole("total_ut_steps") < 2:
+        raise fields.unsupported("total_ut_steps", "a single loop carries nothing on")
+    design = preset(DESIGN)
+    try:
+        model = replace(
+            design.model,
+            vocab_size=fields.whole("vocab_size"),
+            width=fields.whole("hidden_size"),
+            num_layers=fields.whole("num_hidden_layers"),
+            num_loops=fields.whole("total_ut_steps"),
+            num_heads=fields.whole("num_attention_heads"),
+            num_kv_heads=fields.whole("num_key_value_heads"),
+            mlp_width=fields.whole("intermediate_size"),
+            max_length=fields.whole("max_position_embeddings"),
+            rope_base=_rope_base(fields),
+            norm_eps=fields.number("rms_norm_eps"),
+            tie_head=fields.flag("tie_word_embeddings"),
+        )
+    except ConfigError as error:
+        if str(error).startswith(str(fields.path)):
+            raise
+        raise ConfigError(f"{fields.path} describes no model that can be built: {error}") from error
+    return replace(design, model=model)
+
+
+def layout(config: ModelConfig) -> Layout:
+    """Where every tensor of a checkpoint goes."""
+    width, vocab_size = config.width, config.vocab_size
+    table: Layout = {
+        "embedding.weight": {"model.embed_tokens.weight": (vocab_size, width)},
+        "readout_map.norm.weight": {"model.norm.weight": (width,)},
+        "exit_gate.weight": {"model.early_exit_gate.weight": (1, width)},
+        "exit_gate.bias": {"model.early_exit_gate.bias": (1,)},
+    }
+    if not config.tie_head:
+        table["unembedding.weight"] = {"lm_head.weight": (vocab_size, width)}
+    for index in range(config.num_layers):
+        for ours, theirs in _layer(config).items():
+            stacked = {f"model.layers.{index}.{name}.weight": shape for name, shape in theirs.items()}
+            table[f"recurrence.core.layers.{index}.{ours}.weight"] = stacked
+    return table
+
+
+def _layer(config: ModelConfig) -> Layout:
+    """One layer, all names without `.weight`."""
+    width, hidden = config.width, config.mlp_hidden
+    keys = width // config.num_heads * config.kv_heads
+    return {
+        "attention_norms.norm": {"input_layernorm": (width,)},
+        "attention.qkv": {
+            "self_attn.q_proj": (width, width),
+            "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width),
+        },
+        "attention.out": {"self_attn.o_proj": (width, width)},
+        "attention_norms.branch_norm": {"input_layernorm_2": (width,)},
+        "feed_forward_norms.norm": {"post_attention_layernorm": (width,)},
+        "feed_forward.up": {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width)},
+        "feed_forward.out": {"mlp.down_proj": (width, hidden)},
+        "feed_forward_norms.branch_norm": {"post_attention_layernorm_2": (width,)},
+    }
+
+
+def _filled(config: ModelConfig, weights: Weights, dtype: torch.dtype) -> LoopedLM:
+    """A model whose parameters are the stacked tensors themselves: it is never initialised, and held once."""
+    table = layout(config)
+    weights.check({name: shape for theirs in table.values() for name, shape in theirs.items()})
+    tensors = {ours: torch.cat([weights.read(name, dtype) for name in theirs]) for ours, theirs in table.items()}
+    tensors["recurrence.inter_loop_norm.weight"] = tensors["readout_map.norm.weight"]
+    model = build(config, device="meta")
+    model.load_state_dict(tensors, assign=True)
+    return model.eval()
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Everything that would change the forward pass into one that our model does not have."""
+    if fields.get("hidden_act") != "silu":
+        raise fields.unsupported("hidden_act", "only silu is")
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if fields.flag(name):
+            raise fields.unsupported(name, "only false is")
+    for name in ("rope_scaling", "quantization_config"):
+        if fields.get(name) is not None:
+            raise fields.unsupported(name, "only null is")
+    kinds = fields.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise fields.unsupported("layer_types", "only full_attention is")
+    width, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    if width % num_heads:
+        raise fields.unsupported("num_attention_heads", f"it does not divide hidden_size = {width}")
+    if width // num_heads % 2:
+        raise fields.unsupported("num_attention_heads", f"it cuts hidden_size = {width} into odd heads")
+    if num_heads % fields.whole("num_key_value_heads"):
+        raise fields.unsupported("num_key_value_heads", f"it does not divide num_attention_heads = {num_heads}")
+    if fields.get("head_dim") is not None and fields.whole("head_dim") != width // num_heads:
+        raise fields.unsupported("head_dim", f"only hidden_size / num_attention_heads = {width // num_heads} is")
+
+
+def _rope_base(fields: Fields) -> float:
+    """rope_theta, which newer configurations keep among the rope_parameters."""
+    parameters = fields.get("rope_parameters")
+    if parameters is None:
+        return fields.number("rope_theta")
+    if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
+        raise fields.unsupported("rope_parameters", "only rope_type default is")
+    return Fields(fields.path, parameters).number("rope_theta")
