@@ -245,25 +245,33 @@ class _Question:
         self._outside_removed_DC: Tensor | None = None
 
     def field(self, unit_D: Tensor) -> FieldFinding:
-        """Verdict on one named direction."""
+        """Verdict on one named direction; what becomes of it is asked only of a hidden one."""
         visibility = self.hidden[self.k].visibility(unit_D)
-        fate = self.fate(unit_D[:, None])
-        if visibility > WEAK:
-            verdict = "visible"
-        elif visibility > HIDDEN:
-            verdict = "weak"
+        carried, effects = self._follow(unit_D[None])
+        if visibility > HIDDEN:
+            verdict = "visible" if visibility > WEAK else "weak"
         else:
-            verdict = next(name for name in CLASSES if fate.counts[name])
-        return FieldFinding(_PUBLIC.get(verdict, verdict), visibility, fate.delayed, fate.gain)
+            counts, _ = self._sort(unit_D[:, None], carried, effects)
+            verdict = next(name for name in CLASSES if counts[name])
+        gain, delayed = self._strengths(carried, effects)
+        return FieldFinding(_PUBLIC.get(verdict, verdict), visibility, delayed, gain)
 
     def fate(self, basis_DC: Tensor) -> Fate:
-        """Sort a subspace into classes: each question takes some directions away."""
-        counts = dict.fromkeys(CLASSES, 0)
+        """What becomes of a subspace."""
         if basis_DC.shape[1] == 0:
-            return Fate(counts, basis_DC, 0.0, 0.0)
+            return Fate(dict.fromkeys(CLASSES, 0), basis_DC, 0.0, 0.0)
         carried, effects = self._follow(basis_DC.T)
+        counts, blind = self._sort(basis_DC, carried, effects)
+        return Fate(counts, basis_DC @ blind, *self._strengths(carried, effects))
+
+    def _strengths(self, carried: list[Tensor], effects: list[Tensor]) -> tuple[float, float]:
+        """Largest gain through the next loop, and effect on later logits over an average direction's."""
         gain = float(torch.linalg.matrix_norm(carried[0], ord=2))
-        delayed = float(torch.linalg.matrix_norm(torch.cat(effects, dim=-1), ord=2)) / self.usual_effect
+        return gain, float(torch.linalg.matrix_norm(torch.cat(effects, dim=-1), ord=2)) / self.usual_effect
+
+    def _sort(self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor]) -> tuple[dict[str, int], Tensor]:
+        """Directions by class, each question taking some away, and coordinates of those that are left: the blind."""
+        counts = dict.fromkeys(CLASSES, 0)
         rest = torch.eye(basis_DC.shape[1], dtype=torch.float64, device=basis_DC.device)
         for name, question in self._questions(basis_DC, carried, effects):
             kept = question(rest)
@@ -272,7 +280,7 @@ class _Question:
             if rest.shape[1] == 0:
                 break
         counts["blind"] = rest.shape[1]
-        return Fate(counts, basis_DC @ rest, gain, delayed)
+        return counts, rest
 
     def _questions(
         self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor]
@@ -365,7 +373,7 @@ class _Question:
 
         probes_RD = torch.randn(PROBES, len(h_D), generator=self.search.generator, dtype=torch.float64).to(h_D.device)
         gain = float((forward(probes_RD).norm(dim=-1) / probes_RD.norm(dim=-1)).median())
-        return least_squares_residual(forward, backward, directions_DC.T, damping=RANGE * gain).T
+        return least_squares_residual(forward, backward, directions_DC.T, damping=RANGE * gain, tolerance=REACH / 10).T
 
     def _read(self, effects: list[Tensor], rest: Tensor) -> Tensor:
         """Directions that change the logits of some later loop."""
@@ -406,11 +414,13 @@ def least_squares_residual(
     targets_RD: Tensor,
     *,
     damping: float = 0.0,
+    tolerance: float = 0.0,
     iterations: int = 400,
 ) -> Tensor:
     """b − A·argmin ‖A x − b‖² + λ²‖x‖² of every row b, by conjugate gradients (CGLS) on all rows at once.
 
     λ = `damping` bounds the solution: what only a singular value far below λ could explain stays in the residual.
+    Once no residual is longer than `tolerance`, it is small enough.
     """
     residual_RD = targets_RD.double().clone()
     gradient_RD = backward(residual_RD)
@@ -425,7 +435,7 @@ def least_squares_residual(
         solution_RD, residual_RD = solution_RD + step_R1 * search_RD, residual_RD - step_R1 * image_RD
         gradient_RD = backward(residual_RD) - damping**2 * solution_RD
         before_R1, size_R1 = size_R1, gradient_RD.square().sum(-1, keepdim=True)
-        if (size_R1 <= enough_R1).all():
+        if ((size_R1 <= enough_R1) | (residual_RD.norm(dim=-1, keepdim=True) <= tolerance)).all():
             break
         search_RD = gradient_RD + size_R1 / before_R1.clamp(min=1e-300) * search_RD
     return residual_RD
