@@ -29,7 +29,7 @@ from loopscope.experiments.schedule import Schedule
 from side_by_side import machine
 
 TARGET = 1.6
-PAIR = {"per-loop+rmsnorm": 1, "per-loop+raw": 1}
+PAIR = {"per-loop+rmsnorm": (42,), "per-loop+raw": (42,)}
 EVAL_TOKENS = 8192
 
 
@@ -55,7 +55,7 @@ class Pair:
 
 def run_pair(way: Way, scale: Literal["demo", "nano", "micro"], steps: int, out: Path) -> Pair:
     """A fresh pair of rows."""
-    request = Request(scale=scale, counts=PAIR, steps=steps, eval_tokens=EVAL_TOKENS, audit=False, threads=way.threads)
+    request = Request(scale=scale, seeds=PAIR, steps=steps, eval_tokens=EVAL_TOKENS, audit=False, threads=way.threads)
     grid = lay_out(request, out, lambda text: None)
     schedule = Schedule(Ledger(out), grid.rows(), Here(way.rows_at_once, way.threads))
     started = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -158,19 +157,3 @@ def test_a_closed_pipe_is_not_an_error():
 def test_a_terminal_without_unicode_still_gets_its_help():
     result = loopscope("--help", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert result.returncode == 0 and "examples:" in result.stdout
-
-
-def test_ctrl_c_prints_the_finished_conditions_and_exits_with_130():
-    process = subprocess.Popen(
-        [*COMMAND, "quickstart", "--steps", "30", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "100/120" in line:  # three conditions are done, the fourth has 20 steps to go
-            break
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert len(json.loads(output)["conditions"]) == 3
-    assert "3 of 4 conditions finished" in errors
-    assert "Traceback" not in errors

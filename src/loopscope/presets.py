@@ -18,7 +18,7 @@ PRESETS: dict[str, Config] = {
     # Ours, from a coffee break to an afternoon on two cores; the paper's design, scaled down.
     "demo": Config(
         model=ModelConfig(vocab_size=512, width=64, num_layers=2, num_heads=4, max_length=128),
-        training=TrainingConfig(lr=2e-3, steps=200),
+        training=TrainingConfig(lr=2e-3, steps=200, eval_tokens=8192),
     ),
     "nano": Config(model=ModelConfig(vocab_size=2048, width=128, num_layers=2, num_heads=4, max_length=128)),
     "micro": Config(

@@ -116,8 +116,8 @@ def test_a_row_survives_being_handed_to_another_process(base):
 
 
 def test_rows_share_everything_but_condition_and_seed(base, tmp_path):
-    counts = parse_conditions("2x2,per-loop+penalty:1", 2)
-    grid = lay_out(Request(scale="demo", counts=counts, steps=40), tmp_path / "out", print, base)
+    seeds = {name: choose_seeds(count) for name, count in parse_conditions("2x2,per-loop+penalty:1", 2).items()}
+    grid = lay_out(Request(scale="demo", seeds=seeds, steps=40), tmp_path / "out", print, base)
     rows = grid.rows()
     assert [row.seed for row in rows] == [42] * 5 + [101] * 4, "the first seed of all comes first"
     assert {row.config.training.seed for row in rows} == {42, 101}
@@ -128,7 +128,7 @@ def test_rows_share_everything_but_condition_and_seed(base, tmp_path):
 
 
 def test_a_paper_scale_takes_four_epochs(base, tmp_path):
-    grid = lay_out(Request(scale="paper-44m", counts={"per-loop+raw": 1}), tmp_path / "out", print, base)
+    grid = lay_out(Request(scale="paper-44m", seeds={"per-loop+raw": (42,)}), tmp_path / "out", print, base)
     assert grid.epochs == pytest.approx(4, abs=0.01)
     windows = (grid.data["tokens"]["train"] - 1 - 16) // 8 + 1
     assert grid.common.training.steps == round(4 * windows / 4)
@@ -137,7 +137,7 @@ def test_a_paper_scale_takes_four_epochs(base, tmp_path):
 def test_the_tokenizer_is_fitted_once_on_the_training_text(base, tmp_path):
     bpe = replace(base, data=replace(base.data, tokenizer="bpe"), model=replace(base.model, vocab_size=300))
     said: list[str] = []
-    request = Request(scale="demo", counts={"per-loop+raw": 1}, steps=4)
+    request = Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     for _ in range(2):
         lay_out(request, tmp_path / "out", said.append, bpe)
     assert sum("training the bpe tokenizer on the training split" in line for line in said) == 1
@@ -146,12 +146,16 @@ def test_the_tokenizer_is_fitted_once_on_the_training_text(base, tmp_path):
 
 def test_requests_add_up_in_one_folder(base, tmp_path):
     out = tmp_path / "out"
-    for counts, recipe in (({"per-loop+raw": 2}, "paper"), ({"per-loop+raw": 1, "terminal+raw": 1}, "paper"),
-                           ({"per-loop+raw": 1}, "modern")):  # fmt: skip
-        request = Request(scale="demo", recipe=recipe, counts=counts, steps=4)
-        record(lay_out(request, out, print, base), ["loopscope", recipe, str(len(counts))])
+    asked = [
+        ({"per-loop+raw": (42, 101)}, "paper"),
+        ({"per-loop+raw": (42,), "terminal+raw": (7,)}, "paper"),
+        ({"per-loop+raw": (42,)}, "modern"),
+    ]
+    for seeds, recipe in asked:
+        request = Request(scale="demo", recipe=recipe, seeds=seeds, steps=4)
+        record(lay_out(request, out, print, base), ["loopscope", recipe, str(len(seeds))])
     known = json.loads((out / "grid.json").read_text())
-    assert known["recipes"]["paper"]["seeds"] == {"terminal+raw": [42], "per-loop+raw": [42, 101]}
+    assert known["recipes"]["paper"]["seeds"] == {"terminal+raw": [7], "per-loop+raw": [42, 101]}
     assert known["recipes"]["modern"]["seeds"] == {"per-loop+raw": [42]}
     assert known["recipes"]["modern"]["config"]["model"]["positions"] == "rope"
     assert [command[1] for command in known["commands"]] == ["paper", "paper", "modern"]
@@ -170,7 +174,7 @@ def test_requests_add_up_in_one_folder(base, tmp_path):
 def test_a_folder_holds_one_grid_and_names_what_is_asked_for_differently(
     base, tmp_path, request_change, base_change, named
 ):
-    out, request = tmp_path / "out", Request(scale="demo", counts={"per-loop+raw": 1}, steps=4)
+    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     other = replace(base, training=replace(base.training, **base_change))
     with pytest.raises(RunError, match=f"{named} = .*choose another --out"):
@@ -178,7 +182,7 @@ def test_a_folder_holds_one_grid_and_names_what_is_asked_for_differently(
 
 
 def test_other_text_under_the_same_name_is_another_grid(base, tmp_path):
-    out, request = tmp_path / "out", Request(scale="demo", counts={"per-loop+raw": 1}, steps=4)
+    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     (tmp_path / "train.txt").write_text("an entirely different text\n" * 300)
     with pytest.raises(RunError, match="data = "):
@@ -186,7 +190,7 @@ def test_other_text_under_the_same_name_is_another_grid(base, tmp_path):
 
 
 def test_more_threads_are_the_same_grid(base, tmp_path):
-    out, request = tmp_path / "out", Request(scale="demo", counts={"per-loop+raw": 1}, steps=4)
+    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     record(lay_out(request, out, print, replace(base, training=replace(base.training, threads=2))), [])
 
@@ -209,7 +213,7 @@ def test_every_difference_of_a_small_scale_is_listed_without_telling_folders():
 
 def test_precision_is_added_once_rows_can_tell(base, tmp_path):
     out = tmp_path / "out"
-    record(lay_out(Request(scale="demo", counts={"per-loop+raw": 1}, steps=4), out, print, base), [])
+    record(lay_out(Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4), out, print, base), [])
 
     def told() -> set[str]:
         known = json.loads((out / "grid.json").read_text())

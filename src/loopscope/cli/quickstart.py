@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from loopscope.cli.terminal import print_json, print_tables, print_text, progress, say
-from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from loopscope.cli.rows import run_rows
+from loopscope.cli.terminal import print_json, print_tables, print_text, say
+from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.experiments.quickstart import ConditionResult, TokenSplits
-    from loopscope.objectives.placement import ObjectiveResult
+    from loopscope.experiments.backends import Backend
+    from loopscope.experiments.quickstart import Corner
+    from loopscope.experiments.results import Results
 
-
-CLEAR = 10.0
-"""Ratio of norms from which the contrast speaks for itself."""
-CONCLUSION = "The norm readout hides scale from the loss, and the loop goes on carrying it."
+RETRIES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +29,22 @@ class Quickstart:
 
     steps: int = 150
     """Training steps per condition."""
-    seed: int = 0
-    """Seed of weights, batches and dropout; same seed and threads, same numbers."""
+    seed: int = 42
+    """Seed of weights, batches and dropout; the same seed gives the same numbers on the same kind of processor."""
+    out: Path = Path("runs/quickstart")
+    """Output folder, as `loopscope reproduce` makes it; the page is report.html in it."""
     json: bool = False
     """Print the result as JSON."""
 
-    help: ClassVar[str] = """Train the paper's 2×2 small and print norm and cross-entropy after every loop.
+    help: ClassVar[str] = """Train the paper's 2×2 small, audit it, and write a page about it, in a few minutes.
 
 {terminal, per-loop} cross-entropy × {RMSNorm, raw} readout, on the interpreter's own documentation; nothing is
-downloaded. Ctrl-C prints the conditions that are finished.
+downloaded. One process per core, one row each. Ctrl-C saves, and the same command goes on.
 
 examples:
   loopscope quickstart
-  loopscope quickstart --seed 1 --steps 300
+  loopscope quickstart --seed 101
+  loopscope quickstart --steps 300 --out runs/longer
   loopscope quickstart --json > quickstart.json"""
 
     def __post_init__(self) -> None:
@@ -49,80 +54,82 @@ examples:
             raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
 
     def run(self) -> int:
-        """Train the four conditions one after the other and print what they ended with."""
-        import torch
+        """Train, evaluate and audit the four rows, then say what they show."""
+        from loopscope.experiments.backends import make_backend
+        from loopscope.experiments.quickstart import corners, make_request
+        from loopscope.experiments.results import read_results
 
-        from loopscope.data.corpora import builtin_corpus
-        from loopscope.experiments.quickstart import CONDITIONS, tokenize
+        def backend() -> Backend:
+            return make_backend("here", rows_at_once=None, threads=1, gpus=0, retries=RETRIES)
 
-        torch.set_flush_denormal(True)
-        say("reading the interpreter's own documentation as the corpus")
-        corpus = builtin_corpus()
-        results = self._train(tokenize(corpus))
+        try:
+            rows = run_rows(make_request(self.seed, self.steps), self.out, backend, RETRIES)
+        except KeyboardInterrupt:
+            say(f"interrupted; rows were saved. Go on with: loopscope {shlex.join(sys.argv[1:])}")
+            return EXIT_INTERRUPTED
+        results = read_results(self.out)
+        page = self._write_page()
+        self._print(results, corners(results, self.seed), page)
+        for row in rows:
+            if row.state == "failed":
+                say(f"{row.spec.name} failed: {row.error} (log in {self.out}/rows)")
+        return EXIT_FINDINGS if any(row.state == "failed" for row in rows) else EXIT_OK
+
+    def _write_page(self) -> Path | None:
+        """report.html, where what draws it is installed."""
+        from loopscope.report.build import write_report
+
+        page = self.out / "report.html"
+        try:
+            write_report((self.out,), page, None)
+        except UnsupportedError as error:
+            say(f"no page: {error}")
+            return None
+        return page
+
+    def _print(self, results: Results, found: Sequence[Corner], page: Path | None) -> None:
+        from loopscope.experiments.conditions import CORE
+        from loopscope.experiments.quickstart import in_words
+
         if self.json:
             conditions = [
-                {**dataclasses.asdict(result.condition), "ce": result.ce_K, "norm": result.norms_K}
-                for result in results
+                {
+                    "placement": corner.condition.placement,
+                    "readout": corner.condition.readout,
+                    "ce": corner.ce_K,
+                    "norm": corner.norms_K,
+                    "verdict": corner.verdict,
+                    "blind": corner.blind,
+                }
+                for corner in found
             ]
             print_json(
                 seed=self.seed,
                 steps=self.steps,
-                threads=torch.get_num_threads(),
-                corpus_sha256=corpus.sha256,
+                corpus_sha256=results.grid["data"]["corpus_sha256"],
                 conditions=conditions,
+                out=str(self.out),
+                report=None if page is None else str(page),
             )
-        elif results:
-            print_tables(_table(results))
-        if len(results) < len(CONDITIONS):
-            say(f"interrupted: {len(results)} of {len(CONDITIONS)} conditions finished")
-            return EXIT_INTERRUPTED
-        if not self.json:
-            print_text(in_words(results))
-        return EXIT_OK
-
-    def _train(self, tokens: TokenSplits) -> list[ConditionResult]:
-        """Results of the conditions that finished before the end or Ctrl-C."""
-        from loopscope.experiments.quickstart import CONDITIONS, run_condition
-
-        results: list[ConditionResult] = []
-        with progress(len(CONDITIONS) * self.steps, every=50) as tell:
-
-            def on_step(name: str, step: int, result: ObjectiveResult) -> None:
-                tell(f"{name}: step {step}, loss {result.loss.item():.2f}, ‖h_K‖ {result.norms_K[-1].item():.1f}")
-
-            try:
-                for condition in CONDITIONS:
-                    results.append(run_condition(condition, tokens, steps=self.steps, seed=self.seed, on_step=on_step))
-            except KeyboardInterrupt:
-                pass
-        return results
+            return
+        if found:
+            print_tables(_table(found))
+        if len(found) == len(CORE):
+            print_text(in_words(found))
+        if page is not None:
+            print_text(f"The whole story, with charts: {page}")
 
 
-def _table(results: list[ConditionResult]) -> Table:
+def _table(found: Sequence[Corner]) -> Table:
     from rich.table import Table
 
-    loops = range(1, len(results[0].ce_K) + 1)
+    loops = range(1, len(found[0].ce_K) + 1)
     table = Table("loss", "readout", title="validation, after each loop", title_justify="left")
     for quantity in ("CE", "‖h‖"):
         for k in loops:
             table.add_column(f"{quantity} {k}", justify="right")
-    for result in results:
-        ce, norms = (f"{value:.2f}" for value in result.ce_K), (f"{value:.1f}" for value in result.norms_K)
-        table.add_row(result.condition.placement, result.condition.readout, *ce, *norms)
+    table.add_column("audit")
+    for corner in found:
+        ce, norms = (f"{value:.2f}" for value in corner.ce_K), (f"{value:.1f}" for value in corner.norms_K)
+        table.add_row(corner.condition.placement, corner.condition.readout, *ce, *norms, corner.verdict)
     return table
-
-
-def in_words(results: list[ConditionResult]) -> str:
-    """What the four corners show, in sentences whose numbers are the measured ones."""
-    by_name = {result.condition.name: result for result in results}
-    rmsnorm, raw = by_name["per-loop + rmsnorm"], by_name["per-loop + raw"]
-    terminal = by_name["terminal + rmsnorm"]
-    ratio = rmsnorm.norms_K[-1] / raw.norms_K[-1]
-    loops = len(raw.ce_K)
-    return (
-        f"Exits: CE(1) − CE({loops}) is {terminal.exit_failure:+.2f} nats when only the last loop is supervised and "
-        f"{rmsnorm.exit_failure:+.2f} when every loop is.\n"
-        f"Scale: with every loop supervised, the state ends at norm {rmsnorm.norms_K[-1]:.0f} "
-        f"through the RMSNorm readout and at {raw.norms_K[-1]:.1f} through the raw one: {ratio:.0f} times less.\n"
-        + (CONCLUSION if ratio >= CLEAR else "So few steps do not show the blind spot yet; try more --steps.")
-    )

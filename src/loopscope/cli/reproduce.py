@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from loopscope.cli.rows import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_text, say
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
-from loopscope.experiments.conditions import CONDITIONS, GROUPS, Recipe, Scale, parse_conditions
+from loopscope.experiments.conditions import CONDITIONS, GROUPS, Recipe, Scale, choose_seeds, parse_conditions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.experiments.grid import Grid
-    from loopscope.experiments.ledger import Ledger, RowStatus
+    from loopscope.experiments.backends import Backend
+    from loopscope.experiments.grid import Request
+    from loopscope.experiments.ledger import RowStatus
     from loopscope.experiments.results import Results
-    from loopscope.experiments.schedule import Event, Overview
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,45 +97,31 @@ examples:
         rows: list[RowStatus] = []
         if not self.rebuild:
             try:
-                with _terminated_like_ctrl_c():
-                    rows = self._run_rows(out)
+                rows = run_rows(self._request(), out, self._backend, self.retries)
             except KeyboardInterrupt:
                 say(f"interrupted; rows were saved. Go on with: loopscope {shlex.join(sys.argv[1:])}")
                 return EXIT_INTERRUPTED
         results, claims = publish(out, say)
         return self._report(out, rows, results, claims)
 
-    def _run_rows(self, out: Path) -> list[RowStatus]:
+    def _backend(self) -> Backend:
         from loopscope.experiments.backends import make_backend
-        from loopscope.experiments.grid import lay_out, record
-        from loopscope.experiments.ledger import Ledger
-        from loopscope.experiments.schedule import Schedule
 
-        grid = lay_out(self._request(), out, say)
-        record(grid, ["loopscope", *sys.argv[1:]])
-        _announce(grid)
-        ledger, rows = Ledger(out), grid.rows()
-        backend = make_backend(
+        return make_backend(
             self.on,
             rows_at_once=self.rows_at_once,
             threads=self.threads,
             gpus=self.gpus_per_row,
             retries=self.retries,
         )
-        try:
-            with _shown(len(rows), ledger) as (on_event, on_view):
-                schedule = Schedule(ledger, rows, backend, retries=self.retries, on_event=on_event, on_view=on_view)
-                return schedule.run()
-        finally:
-            backend.close()
 
-    def _request(self) -> Any:
+    def _request(self) -> Request:
         from loopscope.experiments.grid import Request
 
         return Request(
             scale=self.scale,
             recipe=self.recipe,
-            counts=parse_conditions(self.conditions, self.seeds),
+            seeds={name: choose_seeds(count) for name, count in parse_conditions(self.conditions, self.seeds).items()},
             steps=self.steps,
             data=self.data,
             valid=self.valid,
@@ -170,100 +153,6 @@ examples:
                 print_tables(_claims_table(listed, f"{claims['scale']}, {recipe} recipe, validation text"))
         print_text(_in_words(out, results, failing))
         return exit_code
-
-
-def _announce(grid: Grid) -> None:
-    training = grid.common.training
-    say(
-        f"{len(grid.rows())} rows of {training.steps} steps ({grid.epochs:.2g} epochs) in {grid.out}; "
-        f"log of each row in rows/NAME/log.txt"
-    )
-
-
-# --- progress --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _shown(total: int, ledger: Ledger) -> Iterator[tuple[Callable[[Event], None], Callable[[Overview], None]]]:
-    """Events and views of the whole: a live table on a terminal, a line per event elsewhere."""
-    if not sys.stderr.isatty():
-        latest: list[Overview] = []
-
-        def line(event: Event) -> None:
-            say(_event_line(event, latest[-1] if latest else None, total))
-            if event.what in ("failed", "retried"):
-                _quote_log(ledger, event)
-
-        def remember(overview: Overview) -> None:
-            latest[:] = [overview]
-
-        yield line, remember
-        return
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(stderr=True)
-    with Live(console=console, refresh_per_second=4, transient=True) as live:
-
-        def news(event: Event) -> None:
-            if event.what in ("failed", "retried", "finished"):
-                console.print(f"{event.row.name} {event.what}: {event.message}", markup=False)
-
-        yield news, lambda overview: live.update(_live_table(overview))
-
-
-def _event_line(event: Event, overview: Overview | None, total: int) -> str:
-    text = f"{event.row.name} {event.what}: {event.message}"
-    if event.what != "finished" or overview is None:
-        return text
-    return f"{text} ({overview.finished} of {total} rows, {_left(overview)})"
-
-
-def _quote_log(ledger: Ledger, event: Event) -> None:
-    for line in ledger.last_words(event.row, lines=5):
-        say(f"  | {line}")
-
-
-def _live_table(overview: Overview) -> Table:
-    from rich.table import Table
-
-    title = f"{overview.finished} of {len(overview.rows)} rows finished, {_left(overview)}"
-    table = Table("row", "state", title=title, title_justify="left")
-    for name in ("step", "CE", "‖h_K‖", "attempt", "seconds"):
-        table.add_column(name, justify="right")
-    for row in overview.rows:
-        if row.state == "open" and not row.step:
-            continue
-        state = f"{row.state}: {row.stage}" if row.state == "running" and row.stage else row.state
-        ce, norm = (f"{value:.4g}" if value is not None else "" for value in (row.ce, row.norm))
-        step = f"{row.step}/{row.spec.config.training.steps}"
-        table.add_row(row.spec.name, state, step, ce, norm, str(row.attempts or ""), f"{row.seconds:.0f}")
-    waiting = sum(row.state == "open" and not row.step for row in overview.rows)
-    if waiting:
-        table.caption, table.caption_justify = f"and {waiting} rows that have not begun", "left"
-    return table
-
-
-def _left(overview: Overview) -> str:
-    left = overview.seconds_left
-    return "time left not known yet" if left is None else f"{timedelta(seconds=round(left))} left"
-
-
-@contextmanager
-def _terminated_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM stops rows as Ctrl-C does: they save."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-# --- the result ------------------------------------------------------------------------------------------------------
 
 
 def _row_json(row: RowStatus) -> dict[str, Any]:

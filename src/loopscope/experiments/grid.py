@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import itertools
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,6 @@ from loopscope.experiments.conditions import (
     Recipe,
     Scale,
     apply_recipe,
-    choose_seeds,
     differences,
 )
 from loopscope.machine import versions
@@ -84,8 +84,8 @@ class Request:
 
     scale: Scale = "nano"
     recipe: Recipe = "paper"
-    counts: dict[str, int]
-    """Seeds per condition."""
+    seeds: Mapping[str, tuple[int, ...]]
+    """The seeds of each condition."""
     steps: int | None = None
     """Optimiser steps; None takes the scale's: a preset's, or the paper's four epochs."""
     data: tuple[str, ...] | None = None
@@ -115,10 +115,8 @@ class Grid:
 
     def rows(self) -> list[RowSpec]:
         """All rows; the first seed of every condition comes before the second of any."""
-        counts = self.request.counts
-        seeds = choose_seeds(max(counts.values()))
-        pairs = [(seed, name) for n, seed in enumerate(seeds) for name, count in counts.items() if n < count]
-        return [self._row(name, seed) for seed, name in pairs]
+        turns = itertools.zip_longest(*([(name, seed) for seed in seeds] for name, seeds in self.request.seeds.items()))
+        return [self._row(*pair) for turn in turns for pair in turn if pair is not None]
 
     def _row(self, name: str, seed: int) -> RowSpec:
         config = CONDITIONS[name].apply(self.common)
@@ -190,14 +188,13 @@ def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, 
 def _described(grid: Grid, command: list[str], before: dict[str, Any]) -> dict[str, Any]:
     request = grid.request
     recipes = before.get("recipes", {})
-    seeds = recipes.get(request.recipe, {}).get("seeds", {})
-    asked = {name: list(choose_seeds(max(count, len(seeds.get(name, ()))))) for name, count in request.counts.items()}
-    seeds = {name: {**seeds, **asked}[name] for name in CONDITIONS if name in seeds or name in asked}
+    known = recipes.get(request.recipe, {}).get("seeds", {})
+    seeds = {name: list(dict.fromkeys([*known.get(name, ()), *request.seeds.get(name, ())])) for name in CONDITIONS}
     found = differences(grid.common, request.scale, epochs=grid.epochs)
     recipes[request.recipe] = {
         "config": config_to_dict(grid.common),
         "epochs": grid.epochs,
-        "seeds": seeds,
+        "seeds": {name: listed for name, listed in seeds.items() if listed},
         "differences": [dataclasses.asdict(difference) for difference in found],
     }
     commands = before.get("commands", [])
