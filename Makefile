@@ -9,8 +9,8 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)            ## install, then show the blind spot on this machine
 	$(BIN)/loopscope quickstart
 
-test: $(STAMP)            ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(STAMP)            ## the whole test suite, a file at a time on every core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 check: $(STAMP)           ## style, types, and the direction of imports
 	$(BIN)/ruff check .
@@ -30,6 +30,8 @@ bench: $(STAMP)           ## every claim of speed, measured side by side
 	$(BIN)/python benchmarks/kill_test.py
 	$(BIN)/python benchmarks/planted.py
 	$(BIN)/python benchmarks/audit_cost.py
+	$(BIN)/python benchmarks/grid.py
+	$(BIN)/python benchmarks/report.py
 
 docs: $(STAMP)            ## rewrite the pages that are generated from the code
 	$(BIN)/python docs/generate.py

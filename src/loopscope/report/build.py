@@ -12,6 +12,7 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,9 @@ class Chapter:
     charts: list[Chart]
 
     @property
-    def is_measured(self) -> bool:
-        """Whether there is anything to draw."""
-        return any(chart.traces for chart in self.charts)
+    def drawn(self) -> list[Chart]:
+        """The charts with something in them."""
+        return [chart for chart in self.charts if chart.traces]
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def render(inputs: Inputs, title: str | None = None) -> Page:
             data=embedded(page_data(groups, chapters)),
             groups=groups,
             verdict=verdict,
-            chapters=chapters,
+            chapters=[chapter for chapter in chapters if chapter.drawn],
+            unmeasured=unmeasured(chapters, bool(audits)),
             audits=audits,
             claims=claims,
             claim_notes=sections.claim_notes(inputs.reproductions),
@@ -161,9 +163,24 @@ def render(inputs: Inputs, title: str | None = None) -> Page:
     return Page(whole, verdict, len(inputs.runs), len(groups))
 
 
+def unmeasured(chapters: Sequence[Chapter], is_audited: bool) -> dict[str, list[str]]:
+    """What the page leaves out, by the reason why."""
+    found: dict[str, list[str]] = {}
+    for chapter in chapters:
+        if not chapter.drawn:
+            found.setdefault(chapter.charts[0].missing, []).append(chapter.short)
+            continue
+        for chart in chapter.charts:
+            if not chart.traces:
+                found.setdefault(chart.missing, []).append(chart.title)
+    if not is_audited:
+        found.setdefault(figures.NEEDS_AUDIT, []).append("Audits and remedies")
+    return found
+
+
 def page_data(groups: Sequence[Group], chapters: Sequence[Chapter]) -> dict[str, Any]:
     """What the page's script needs: the colour of each group, and the charts without colours."""
-    charts = [chart for chapter in chapters for chart in chapter.charts]
+    charts = [chart for chapter in chapters for chart in chapter.drawn]
     drawings = {chart.name: {"traces": chart.traces, "layout": chart.layout} for chart in charts}
     return {"groups": [group.colour for group in groups], "charts": drawings}
 
@@ -191,7 +208,7 @@ def plotly_script() -> str:
     try:
         script: str = importlib.import_module("plotly.offline").get_plotlyjs()
     except ImportError as error:
-        raise UnsupportedError("the page draws its charts with plotly, which is missing: pip install plotly") from error
+        raise UnsupportedError("the page needs plotly, which is missing: pip install 'loopscope[report]'") from error
     return script
 
 
@@ -202,6 +219,7 @@ def _title(inputs: Inputs) -> str:
     return ", ".join(names) or f"{len(inputs.runs)} runs"
 
 
+@cache
 def _environment() -> Environment:
     return Environment(
         loader=FileSystemLoader(HERE),

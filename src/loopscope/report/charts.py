@@ -21,6 +21,13 @@ MOST_COLUMNS = 32
 """Columns of the text behind a chart."""
 SIGNIFICANT = 6
 """Digits of a number on the page."""
+POINT_DECADES = 0.02
+"""A logarithmic axis with less on it than this is shown a factor of two to both sides."""
+ROUND = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5, 7), (1, 1.5, 2, 3, 4, 5, 7))
+PLAIN = (1e-3, 1e6)
+"""Ticks between these are written out; beyond, as powers of ten."""
+MARGIN = 0.04
+"""Of a frame that is not plotly's own."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,10 @@ class Axis:
     """signed-log: values below this lie on the linear part."""
     floor: float | None = None
     """log: smaller values, zero included, are drawn here."""
+    shows: tuple[float, ...] = ()
+    """Values that are always in view, so that what is small looks small."""
     whole: bool = False
-    """Ticks at whole numbers only."""
+    """Loops: whole numbers from 1 on."""
 
     def place(self, value: float | None) -> float | None:
         """Where a value is drawn; None where it cannot be."""
@@ -95,17 +104,25 @@ class Axis:
     def layout(self, values: Sequence[float | None]) -> dict[str, Any]:
         """The axis for plotly, with ticks that fit the values."""
         axis: dict[str, Any] = {"title": {"text": self.title}}
+        known = [value for value in (*values, *self.shows) if value is not None]
+        places = [place for value in known if (place := self.place(value)) is not None] or [1.0]
+        low, high = min(places), max(places)
         if self.kind == "signed-log":
-            ticks = signed_ticks([value for value in values if value is not None], self.width)
-            return axis | {
-                "tickvals": [self.place(tick) for tick in ticks],
-                "ticktext": [plain(tick) for tick in ticks],
-            }
+            ticks = signed_ticks(known, self.width)
+            named = {"tickvals": [self.place(tick) for tick in ticks], "ticktext": [plain(tick) for tick in ticks]}
+            return axis | named | {"range": _padded(low, high)}
         if self.kind == "log":
-            places = [place for value in values if (place := self.place(value)) is not None]
-            return axis | {"type": "log", **log_ticks(min(places, default=1.0), max(places, default=1.0))}
-        reach = max((value for value in values if value is not None), default=0.0)
-        return axis | ({"tick0": 0, "dtick": 1 if reach <= 12 else 5 * math.ceil(reach / 60)} if self.whole else {})
+            if math.log10(high / low) < POINT_DECADES:
+                low, high = low / 2, high * 2
+            framed = (
+                {"range": _padded(math.log10(low), math.log10(high))} if self.shows or len(set(places)) == 1 else {}
+            )
+            return axis | {"type": "log", **log_ticks(low, high), **framed}
+        if self.whole:
+            step = 1 if high <= 12 else 5 * math.ceil(high / 60)
+            start, end = _padded(min(1.0, low), max(1.0, high))
+            return axis | {"tick0": 0, "dtick": step, "range": [max(start, 0.5), end]}
+        return axis
 
 
 def line_traces(
@@ -113,15 +130,16 @@ def line_traces(
 ) -> list[dict[str, Any]]:
     """One trace per run; hovering tells condition, run and both values.
 
-    Nested marks get smaller from group to group, so that marks which coincide are seen around one another.
+    Nested marks differ in size from group to group, open ones being the largest, so that marks which coincide are seen
+    around one another.
     """
     traces = []
-    groups = sorted({line.group.index for line in lines})
+    groups = sorted({(not line.group.is_open, line.group.index) for line in lines})
     for line in lines:
         points = thin([(a, b) for a, b in zip(line.xs, line.ys, strict=True) if y.place(b) is not None])
         if not points:
             continue
-        rank = 1 - groups.index(line.group.index) / max(1, len(groups) - 1)
+        rank = 1 - groups.index((not line.group.is_open, line.group.index)) / max(1, len(groups) - 1)
         traces.append(
             {
                 "group": line.group.index,
@@ -187,16 +205,21 @@ def signed_ticks(values: Sequence[float], width: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> dict[str, Any]:
-    """Ticks of a logarithmic axis: powers of ten over many decades, round numbers over few, else what plotly takes."""
+    """Ticks of a logarithmic axis: the fewest round numbers that are three; powers of ten where they get too long."""
     decades = math.log10(high / low)
-    if decades > 2.2:
+    if decades > 1 and (low < PLAIN[0] or high > PLAIN[1] or decades > 6):
         return {"dtick": 1 if decades <= 8 else 2, "exponentformat": "power"}
-    if decades < 0.2:
-        return {"nticks": 5}
-    digits = (1, 1.5, 2, 3, 5, 7) if decades < 0.8 else (1, 2, 5)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [rounded(digit * 10.0**power) for power in powers for digit in digits]
-    return {"tickvals": ticks, "ticktext": [plain(tick) for tick in ticks]}
+    for digits in ROUND:
+        ticks = [tick for power in powers for digit in digits if low <= (tick := rounded(digit * 10.0**power)) <= high]
+        if len(ticks) >= 3:
+            return {"tickvals": ticks, "ticktext": [plain(tick) for tick in ticks]}
+    return {"nticks": 5}
+
+
+def _padded(low: float, high: float) -> list[float]:
+    margin = MARGIN * (high - low) or 0.5
+    return [rounded(low - margin), rounded(high + margin)]
 
 
 def linear_width(values: Sequence[float | None]) -> float:
@@ -225,8 +248,11 @@ def plain(value: float | None) -> str:
 
 
 def signed(value: float | None, digits: int = 2) -> str:
-    """A difference with its sign: +0.96, −0.06."""
-    return ABSENT if value is None else f"{value:+.{digits}f}".replace("-", "−")
+    """A difference with its sign, unless it rounds to nothing: +0.96, −0.06, 0.00."""
+    if value is None:
+        return ABSENT
+    text = f"{value:+.{digits}f}"
+    return text.replace("-", "−") if float(text) else text[1:]
 
 
 def escaped(text: str) -> str:
@@ -234,25 +260,20 @@ def escaped(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def level(axis: Axis, value: float, text: str, *, along: str = "x", end: int = 1) -> dict[str, Any]:
+def level(axis: Axis, value: float, text: str, *, along: str = "x", inside: bool = False) -> dict[str, Any]:
     """A dotted line at a value of the y axis (along x) or of the x axis, with its meaning beside it, for `layout`.
 
-    A label along x stands under its line, at its left (0) or right (1) end.
+    The label stands outside the frame, at the right or top end, where no data is; inside, under the left end.
     """
     across = "y" if along == "x" else "x"
     place = axis.place(value)
     assert place is not None
     log_place = math.log10(place) if axis.kind == "log" else place  # plotly's labels count decades, its lines do not
     ends = {f"{along}ref": "paper", f"{along}0": 0, f"{along}1": 1, f"{across}0": place, f"{across}1": place}
-    spot = {
-        f"{along}ref": "paper",
-        along: 1 if along == "y" else end,
-        across: log_place,
-        f"{across}ref": across,
-        "text": text,
-    }
-    anchor = {"xanchor": "left" if along == "y" or end == 0 else "right", "yanchor": "top"}
-    return {"shapes": [{"type": "line", **ends}], "annotations": [{**spot, **anchor, "showarrow": False}]}
+    spot = {f"{along}ref": "paper", along: 0 if inside else 1, f"{across}ref": across, across: log_place, "text": text}
+    anchors = ("left", "top" if inside else "middle") if along == "x" else ("center", "bottom")
+    label = {**spot, "xanchor": anchors[0], "yanchor": anchors[1], "showarrow": False}
+    return {"shapes": [{"type": "line", **ends}], "annotations": [label]}
 
 
 def layout(x: Axis, y: Axis, lines: Sequence[Line], *levels: dict[str, Any]) -> dict[str, Any]:

@@ -42,9 +42,13 @@ from loopscope.report.series import (
 EXIT_WIDTH = 0.1
 """Nats around 0 that the plane of exits and norms shows on a linear scale."""
 ALPHA_WIDTH = 0.01
+ALPHA_SHOWN = 1.0
+"""Nats to both sides that the α-sweep always shows: what the loss hardly notices looks flat."""
 HIDDEN_SHARE = 1e-3
 """Below this radial gradient share the training monitor counts scale as unseen."""
 SMALLEST_SHARE = 1e-12
+ONE_SIZE = 10.0
+"""Times the smallest growth that the largest may be for both to be read off a linear axis."""
 FRAME = 3.0
 """Times the worst full depth that the charts of quality reach up to."""
 CHANCE = 0.8
@@ -52,19 +56,19 @@ CHANCE = 0.8
 
 LOOP = Axis("loop", whole=True)
 STEP = Axis("training step")
-SHARE = Axis("radial gradient share", "log", floor=SMALLEST_SHARE)
+SHARE = Axis("radial gradient share (0 to 1)", "log", floor=SMALLEST_SHARE, shows=(1e-4, 1.0))
 
-NEEDS_AUDIT = "Not measured: it comes from audit.json, which loopscope audit RUN writes into a run's folder."
-NEEDS_EVAL = "Not measured: no run has been evaluated on validation text yet."
-NEEDS_METRICS = "Not measured: no run has logged a step yet."
-NEEDS_SPEED = "Not measured: no eval.json holds a throughput; loopscope reproduce measures it."
+NEEDS_AUDIT = "no run has been audited; loopscope audit RUN writes audit.json into a run's folder."
+NEEDS_EVAL = "no run has been evaluated on validation text yet."
+NEEDS_METRICS = "no run has logged a step yet."
+NEEDS_SPEED = "no eval.json holds a throughput; loopscope reproduce measures it."
 
 
 def plane(groups: Sequence[Group]) -> Chart:
     """Exit failure against final norm: the two things that loss placement and readout move separately (Figure 1)."""
     points = lines_of(groups, lambda run: [(run.final_norm, run.exit_failure)] if run.final_norm else [])
-    x = Axis("final norm ‖h_K‖", "log")
-    y = Axis("CE(1) − CE(K), nats", "signed-log", width=EXIT_WIDTH)
+    x = Axis("final norm ‖h_K‖", "log", shows=(3.0, 300.0))
+    y = Axis("CE(1) − CE(K), nats per token", "signed-log", width=EXIT_WIDTH, shows=(-EXIT_WIDTH, 1.0))
     traces = line_traces(points, x, y, mode="markers")
     for trace in traces:
         trace["marker"] |= {"size": 13, "line": {"width": 2 if trace["marker"]["symbol"].endswith("-open") else 1}}
@@ -74,7 +78,7 @@ def plane(groups: Sequence[Group]) -> Chart:
         look="Look at the two directions: the lower a point, the better its early exits; the further left, the better "
         "its scale is held. Bottom left is where a model should be, bottom right is the blind spot.",
         traces=traces,
-        layout=layout(x, y, points, level(y, 0.0, "first exit = full depth", end=0)),
+        layout=layout(x, y, points, level(y, 0.0, "first exit = full depth", inside=True)),
         table=Table(
             ["run", "CE(1)", "CE(K)", "CE(1) − CE(K)", "‖h_K‖", "measured on"],
             [[point.label, *_plane_cells(point.run)] for point in points],
@@ -136,7 +140,7 @@ def share_over_training(groups: Sequence[Group]) -> Chart:
     lines = lines_of(groups, while_training("radial_gradient_share", largest))
     return Chart(
         name="share-training",
-        title="The same while training",
+        title="That share while training",
         look="Look at how early it is settled: a readout hides the length from the first steps on, or it never does.",
         traces=line_traces(lines, STEP, SHARE, mode="lines"),
         layout=layout(STEP, SHARE, lines, *_share_levels(groups, lines)),
@@ -149,7 +153,8 @@ def share_over_training(groups: Sequence[Group]) -> Chart:
 def alpha_sweep(groups: Sequence[Group]) -> Chart:
     """Change of CE when the final state is multiplied by α before it is read out."""
     lines = lines_of(groups, alpha_changes)
-    x, y = Axis("α, factor on the state", "log"), Axis("change of CE, nats", "signed-log", width=ALPHA_WIDTH)
+    x = Axis("α, factor on the state", "log")
+    y = Axis("change of CE, nats per token", "signed-log", width=ALPHA_WIDTH, shows=(-ALPHA_SHOWN, ALPHA_SHOWN))
     return Chart(
         name="alpha",
         title="What the loss notices when the state is stretched",
@@ -159,8 +164,8 @@ def alpha_sweep(groups: Sequence[Group]) -> Chart:
         layout=layout(x, y, lines),
         table=lines_table(lines, "run \\ α"),
         missing=NEEDS_AUDIT,
-        note=f"Vertical axis: linear within ±{ALPHA_WIDTH} nats, logarithmic beyond. Lines that coincide lie over one "
-        "another; switch conditions off to see those below.",
+        note=f"Vertical axis: linear within ±{ALPHA_WIDTH} nats, logarithmic beyond."
+        + (" Lines that coincide lie over one another; switch conditions off to see those below." * (len(groups) > 1)),
     )
 
 
@@ -176,7 +181,7 @@ def scale_over_loops(groups: Sequence[Group]) -> Chart:
         layout=layout(LOOP, y, lines, *_trained_depth(groups, lines)),
         table=lines_table(lines, "run \\ loop"),
         missing=NEEDS_AUDIT,
-        note="s_k is the root mean square of the state: ‖h_k‖ / √width.",
+        note="The scale s is the root mean square of the state h: ‖h‖ / √width.",
     )
 
 
@@ -185,7 +190,7 @@ def increments(groups: Sequence[Group]) -> Chart:
     measured = lines_of(groups, audited("radial_increment"), "measured")
     predicted = lines_of(groups, audited("predicted_increment"), "predicted")
     both = sorted([*measured, *predicted], key=lambda line: (line.group.index, line.run.name, line.part))
-    y = Axis("growth of scale per loop", "signed-log", width=linear_width(values_of(both)))
+    y = _growth_axis([value for value in values_of(both) if value is not None])
     traces = [*line_traces(predicted, LOOP, y, mode="lines"), *line_traces(measured, LOOP, y, mode="markers")]
     return Chart(
         name="activity-increments",
@@ -196,7 +201,7 @@ def increments(groups: Sequence[Group]) -> Chart:
         layout=layout(LOOP, y, both),
         table=lines_table(both, "run \\ loop"),
         missing=NEEDS_AUDIT,
-        note=f"Vertical axis: linear within ±{plain(y.width)}, logarithmic beyond.",
+        note=f"Vertical axis: linear within ±{plain(y.width)}, logarithmic beyond." if y.kind == "signed-log" else "",
     )
 
 
@@ -213,6 +218,7 @@ def angular_motion(groups: Sequence[Group]) -> Chart:
         layout=layout(LOOP, y, lines),
         table=lines_table(lines, "run \\ loop"),
         missing=NEEDS_AUDIT,
+        note="The angular step is how far the direction h / s moves in one loop, as a root mean square.",
     )
 
 
@@ -267,6 +273,14 @@ def _plane_cells(run: Run) -> list[str]:
     return [*ces, plain(run.exit_failure), plain(run.final_norm), run.depths_from]
 
 
+def _growth_axis(values: Sequence[float]) -> Axis:
+    """Linear where growth is of one size, else linear around zero and logarithmic beyond."""
+    title, sizes = "growth of scale s_k per loop", [abs(value) for value in values]
+    if not values or max(sizes) <= ONE_SIZE * min(sizes):
+        return Axis(title)
+    return Axis(title, "signed-log", width=linear_width(values))
+
+
 def _trained_depth(groups: Sequence[Group], lines: Sequence[Line]) -> list[dict[str, Any]]:
     """A line at the trained depth, where all runs share one and something lies beyond it."""
     depth = common(groups, lambda run: run.num_loops)
@@ -295,8 +309,9 @@ def _framed(layout: dict[str, Any], top: float | None, lines: Sequence[Line]) ->
 
 
 def _share_levels(groups: Sequence[Group], lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Where chance lies, and below what the length counts as hidden."""
     if not lines:
         return []
     width = common(groups, lambda run: run.width)
     chance = [level(SHARE, CHANCE / math.sqrt(width), "chance")] if width and width > 0 else []
-    return [*chance, level(SHARE, HIDDEN_SHARE, "below this: hidden")]
+    return [*chance, level(SHARE, HIDDEN_SHARE, "hidden<br>below")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopscope.experiments.conditions import CONDITIONS, FACTORS
-from loopscope.report.files import mapping, number, words
+from loopscope.report.files import mapping, number, shown, words
 from loopscope.report.records import Run
 
 HOW_IT_WAS_RUN = frozenset(
@@ -137,15 +137,6 @@ def _settings(run: Run) -> dict[str, str]:
         "machine.loopscope": versions.get("loopscope"),
     }
     return settings | {name: shown(value) for name, value in extra.items() if value is not None}
-
-
-def shown(value: object) -> str:
-    """A setting as text."""
-    if isinstance(value, list):
-        return ", ".join(shown(item) for item in value)
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
-    return str(value)
 
 
 def _joined(values: list[str]) -> str:

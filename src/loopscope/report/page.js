@@ -31,7 +31,7 @@
     const powers = given.exponentformat === "power"; // plotly writes these a quarter larger
     return {
       ...given,
-      title: { ...given.title, font, standoff: 8 },
+      title: { text: given.title.text.replace(/_(\w)/g, "<sub>$1</sub>"), font, standoff: 8 }, // our own words
       automargin: true,
       gridcolor: style("--grid"),
       linecolor: style("--rule"),
@@ -47,12 +47,13 @@
   function layout(given, width) {
     const narrow = width < NARROW;
     const ink = style("--ink");
+    const outside = (anchor) => given.annotations.some((label) => label.yanchor === anchor); // labels beside the frame
     const size = printing() ? { width: PAPER_WIDTH } : {};
     return {
       ...size,
       autosize: !printing(),
       height: printing() ? 290 : narrow ? 320 : 400,
-      margin: { l: 48, r: 14, t: 14, b: 44 },
+      margin: { l: 48, r: outside("middle") ? 58 : 14, t: outside("bottom") ? 24 : 14, b: 44 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: ink, family: "system-ui, sans-serif", size: 13 },
@@ -64,8 +65,6 @@
       shapes: given.shapes.map((shape) => ({ ...shape, line: { color: style("--muted"), width: 1, dash: "dot" } })),
       annotations: given.annotations.map((label) => ({
         ...label,
-        bgcolor: style("--paper"),
-        opacity: 0.85,
         font: { color: style("--muted"), size: 12 },
       })),
     };

@@ -115,7 +115,7 @@ class Run:
         if self.state == "stopped":
             return f"stopped at {at}: {words(self.events[-1].get('message'))}"
         if self.state == "unfinished":
-            return f"at {at}: still going, or interrupted"
+            return f"at {at}, still going or interrupted"
         return f"finished at {at}" if self.state == "finished" else "nothing was logged yet"
 
     def _stopped_by(self, event: dict[str, Any]) -> bool:

@@ -12,12 +12,14 @@ from typing import Any
 import yaml
 
 from loopscope.report.charts import Table, plain, signed
-from loopscope.report.files import integer, mapping, mappings, number, words
-from loopscope.report.grouping import Group, shown
+from loopscope.report.files import integer, mapping, mappings, number, shown, words
+from loopscope.report.grouping import Group
 from loopscope.report.records import Reproduction, Run
 from loopscope.report.series import each_run
 
 MOST_EVENTS = 20
+MOST_DEPTHS = 32
+"""Loops whose scores are printed; the charts have all of them."""
 VERDICTS = {"holds": "good", "does not hold at this scale": "bad", "blind-spot": "bad", "controlled": "good"}
 VERDICTS |= {"blind": "bad", "weak": "open", "visible": "good", "removed": "good", "damped": "good"}
 """How a verdict is coloured; what is not here stays neutral. The word itself is always printed."""
@@ -154,8 +156,17 @@ class ClaimView:
 class ClaimTable:
     """The claims of one reproduction under one recipe and on one split."""
 
-    title: str
+    about: str
+    """Reproduction, scale and recipe."""
+    split: str
     claims: list[ClaimView]
+    is_folded: bool
+    """Whether another split of the same stands before it."""
+
+    @property
+    def title(self) -> str:
+        """What it is about and on which text."""
+        return " · ".join(part for part in (self.about, self.split) if part)
 
     def with_tone(self, tone: str) -> list[ClaimView]:
         """Those that hold (good), do not (bad), or were not measured (open)."""
@@ -164,14 +175,19 @@ class ClaimTable:
 
 def claim_tables(reproductions: Sequence[Reproduction]) -> list[ClaimTable]:
     """A table per reproduction, recipe and split, in the order of the files."""
-    tables: dict[str, list[ClaimView]] = {}
+    tables: dict[str, dict[str, list[ClaimView]]] = {}
     for reproduction in reproductions:
         scale = words(reproduction.claims.get("scale"))
         for row in mappings(reproduction.claims.get("claims")):
             recipe, split = words(row.get("recipe")), words(row.get("split"))
-            parts = (reproduction.name, scale, recipe and f"{recipe} recipe", split and f"{split} text")
-            tables.setdefault(" · ".join(part for part in parts if part), []).append(_claim_view(row))
-    return [ClaimTable(title, claims) for title, claims in tables.items()]
+            parts = (reproduction.name, scale, recipe and f"{recipe} recipe")
+            splits = tables.setdefault(" · ".join(part for part in parts if part), {})
+            splits.setdefault(split and f"{split} text", []).append(_claim_view(row))
+    return [
+        ClaimTable(about, split, claims, is_folded=place > 0)
+        for about, splits in tables.items()
+        for place, (split, claims) in enumerate(splits.items())
+    ]
 
 
 def _claim_view(row: dict[str, Any]) -> ClaimView:
@@ -257,9 +273,7 @@ def run_views(groups: Sequence[Group]) -> list[RunView]:
 def _run_view(group: Group, run: Run) -> RunView:
     manifest = run.manifest
     versions = mapping(manifest.get("versions"))
-    events = [
-        f"step {words(row.get('step'))}, {words(row.get('event'))}: {words(row.get('message'))}" for row in run.events
-    ]
+    events = [_event(row) for row in run.events]
     more = [f"… and {len(events) - MOST_EVENTS} more before these"] if len(events) > MOST_EVENTS else []
     return RunView(
         group=group,
@@ -279,10 +293,17 @@ def _run_view(group: Group, run: Run) -> RunView:
     )
 
 
+def _event(row: dict[str, Any]) -> str:
+    """`step 20, blind-spot: ‖h_K‖ is 557`; most messages name their step themselves."""
+    step = f"step {words(row.get('step'))}"
+    message = words(row.get("message")).removeprefix(f"{step}: ")
+    return f"{step}, {words(row.get('event'))}: {message}"
+
+
 def _facts(run: Run) -> list[tuple[str, str]]:
     manifest, data, git = run.manifest, mapping(run.manifest.get("data")), mapping(run.manifest.get("git"))
-    scores = " ".join(plain(depth.ce) for depth in run.depths)
-    norms = " ".join(plain(depth.norm) for depth in run.depths)
+    scores = " ".join(plain(depth.ce) for depth in run.depths[:MOST_DEPTHS])
+    norms = " ".join(plain(depth.norm) for depth in run.depths[:MOST_DEPTHS])
     where = f" ({run.depths_from})" if scores else ""
     changed = " with uncommitted changes" if git.get("changed") else ""
     seconds = [number(value) or 0.0 for value in mapping(run.row.get("seconds")).values()]

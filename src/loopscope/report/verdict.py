@@ -21,6 +21,13 @@ CLEAR = 10.0
 HIDDEN_SHARE = 1e-3
 SMALL = 0.1
 """Nats below which an exit costs next to nothing."""
+STATES = {
+    "failed": ("failed", "failed"),
+    "stopped": ("was stopped by a guard", "were stopped by a guard"),
+    "unfinished": ("is not finished and counts as far as it is", "are not finished and count as far as they are"),
+    "empty": ("has logged nothing yet", "have logged nothing yet"),
+}
+"""Runs that do not count fully: of one and of several."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,19 @@ def _headline(
         if not blind:
             who = "The audited run is" if len(audits) == 1 else f"All {len(audits)} audited runs are"
             return "good", f"Controlled. {who} free of blind spots: a loss sees, or the loop removes, what it carries."
+        what = _unseen(blind)
         if len(audits) == 1:
-            return "bad", "Blind spot. The loop of this run carries something that no loss sees."
-        return "bad", f"Blind spot in {len(blind)} of {len(audits)} audited runs."
+            return "bad", f"Blind spot. The loop of this run carries {what}, and no loss sees it."
+        who = f"{len(blind)} of {len(audits)} audited runs"
+        return "bad", f"Blind spot in {who}: the loop carries {what}, and no loss sees it."
     alarmed = [run for run in runs if any(event.get("event") == "blind-spot" for event in run.events)]
     if alarmed:
         who = "this run" if len(runs) == 1 else f"{len(alarmed)} of {len(runs)} runs"
         return "bad", f"Alarm. In {who} the scale ran away while no loss saw it; no audit has confirmed it yet."
+    failed = [run for run in runs if run.state == "failed"]
+    if failed and len(failed) == len(runs):
+        who = "This run" if len(runs) == 1 else f"Each of the {len(runs)} runs"
+        return "open", f"Failed. {who} broke off before it was audited."
     hidden = [run for run in runs if _is_hidden(run)]
     if hidden:
         who = "this run" if len(runs) == 1 else f"{len(hidden)} of {len(runs)} runs"
@@ -73,6 +86,12 @@ def _headline(
     if any(table.claims for table in claims):
         return "open", "The claims of the paper, judged elsewhere; the runs themselves are not on this page."
     return "open", "Nothing has been measured yet."
+
+
+def _unseen(blind: Sequence[AuditView]) -> str:
+    """What it is that no loss sees."""
+    names = {variable.name for audit in blind for variable in audit.variables if variable.verdict == "blind"}
+    return "the length of its state" if names == {"scale"} else "something in its state"
 
 
 def _where(audits: Sequence[AuditView]) -> str:
@@ -102,8 +121,8 @@ def _scale(groups: Sequence[Group]) -> str:
     if len(norms) > 1:
         low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
         return (
-            f"Scale: the state ends at norms from {_brief(norms[low])} ({' + '.join(low)}) to {_brief(norms[high])} "
-            f"({' + '.join(high)})."
+            f"Scale: after the last loop the state has norms from {_brief(norms[low])} ({' + '.join(low)}) to "
+            f"{_brief(norms[high])} ({' + '.join(high)})."
         )
     return _growth(groups)
 
@@ -116,11 +135,11 @@ def _growth(groups: Sequence[Group]) -> str:
     run = runs[0]
     firsts = [values[-1] for row in run.train[:1] if (values := numbers(row.get("norm")))]
     start = firsts[0] if firsts else None
-    since = (
-        f", {_times(run.final_norm / start)} the {_brief(start)} of the first logged step"
-        if start and run.final_norm
-        else ""
-    )
+    since = ""
+    if start and run.final_norm:
+        ratio = run.final_norm / start
+        since = f", {_times(ratio)} the {_brief(start)}" if ratio > 1 else f", down from {_brief(start)}"
+        since += " of the first logged step" if ratio > 1 else " at the first logged step"
     return f"Scale: the state has norm {_brief(run.final_norm)} after the last loop{since}."
 
 
@@ -150,11 +169,12 @@ def _exits(groups: Sequence[Group]) -> str:
 
 def _remedies(audits: Sequence[AuditView]) -> str:
     flags = dict.fromkeys(v.flag for audit in audits for v in audit.remedies if v.verdict == "blind" and v.flag)
-    return f"Remedy: the audits name {_listed(list(flags))}; the section on audits says why." if flags else ""
+    return f"Remedy: the audits suggest training with {_listed(list(flags))}; see Audits and remedies." if flags else ""
 
 
 def _claims(tables: Sequence[ClaimTable]) -> list[str]:
-    sentences = []
+    """One sentence for all splits of which the same is to be said."""
+    said: dict[tuple[str, str], list[str]] = {}
     for table in tables:
         held, failed, open_ = (table.with_tone(tone) for tone in ("good", "bad", "open"))
         parts = [f"{len(held)} of {len(table.claims)} hold"]
@@ -164,27 +184,33 @@ def _claims(tables: Sequence[ClaimTable]) -> list[str]:
             )
         if open_:
             parts.append(f"{_listed([c.id for c in open_])} {'was' if len(open_) == 1 else 'were'} not measured")
-        sentences.append(f"Claims of the paper ({table.title}): {'; '.join(parts)}.")
-    return sentences
+        said.setdefault((table.about, "; ".join(parts)), []).append(table.split)
+    return [
+        f"Claims of the paper ({' · '.join(part for part in (about, _listed(splits)) if part)}): {verdict}."
+        for (about, verdict), splits in said.items()
+    ]
 
 
 def _missing(groups: Sequence[Group], grids: Sequence[Reproduction]) -> str:
     """Runs that do not count fully, and rows that were asked for and are not here."""
     runs = [run for _, run in each_run(groups)]
-    states = {"failed": "failed", "stopped": "was stopped by a guard", "unfinished": "is not finished"}
-    states |= {"empty": "has logged nothing yet"}
+    alone = runs[0] if len(runs) == 1 else None
     parts = []
-    for state, text in states.items():
+    for state, (one, several) in STATES.items():
         count = sum(run.state == state for run in runs)
-        if count:
-            plural = text.replace("was ", "were ").replace("is ", "are ").replace("has ", "have ")
-            parts.append(f"{count} run{'' if count == 1 else 's'} {text if count == 1 else plural}")
+        if count and alone is not None:
+            parts.append(alone.state_in_words)
+        elif count:
+            parts.append(f"1 run {one}" if count == 1 else f"{count} runs {several}")
     unread = sum(bool(run.problems) for run in runs)
     if unread:
         parts.append(f"{unread} ha{'s' if unread == 1 else 've'} files that could not be read whole")
-    asked = sum(_rows_asked(grid) for grid in grids)
-    if asked > len(runs):
-        parts.append(f"{asked - len(runs)} of {asked} rows have not been started")
+    unaudited = sum(not run.audit for run in runs)
+    if 0 < unaudited < len(runs):
+        parts.append(f"{unaudited} ha{'s' if unaudited == 1 else 've'} not been audited")
+    asked, there = sum(_rows_asked(grid) for grid in grids), sum(bool(run.row) for run in runs)
+    if asked > there:
+        parts.append(f"{asked - there} of {asked} rows have not been started")
     return f"Mind: {'; '.join(parts)}." if parts else ""
 
 

@@ -1,0 +1,30 @@
+"""What the tests of the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from report_samples import write_reproduction, write_run
+
+from loopscope.report.build import build_report
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Write a run folder of that name."""
+    return lambda name="run", *args, **kwargs: write_run(tmp_path / name, *args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def reproduction(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 2×2 with two seeds and the penalty with one."""
+    core = dict.fromkeys(("terminal+rmsnorm", "terminal+raw", "per-loop+rmsnorm", "per-loop+raw"), 2)
+    return write_reproduction(tmp_path_factory.mktemp("samples") / "grid", {**core, "per-loop+penalty": 1})
+
+
+@pytest.fixture(scope="session")
+def reproduction_page(reproduction: Path) -> str:
+    """The page about it."""
+    return build_report([reproduction]).html

@@ -1,0 +1,271 @@
+"""The page in a real browser: it loads alone, draws, reacts to keys and toggles, and fits a phone and paper."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_samples import write_reproduction, write_run
+
+from loopscope.experiments.conditions import CONDITIONS
+from loopscope.report.build import write_report
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
+WAIT = 60_000
+"""Milliseconds before a page that does not get there has failed; a busy machine takes its time."""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """The system's chromium, started once; nothing is downloaded."""
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=WAIT)
+        yield chromium
+        chromium.close()
+
+
+DRAW_ALL = """async () => {
+  const charts = [...document.querySelectorAll('[data-chart]')];
+  for (const chart of charts) {
+    chart.scrollIntoView();
+    while (!chart.dataset.drawn) await new Promise(done => setTimeout(done, 10));
+  }
+  return charts.map(chart => chart.dataset.chart);
+}"""
+
+
+class Tab:
+    """A page that was opened from a file, everything it complained of, and everything it asked for."""
+
+    def __init__(self, browser: Any, file: Path, **options: Any) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(WAIT)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.complaints.append("dialog " + dialog.message), dialog.dismiss()))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.as_uri())
+
+    def draw_all(self) -> list[str]:
+        """Scroll to every chart, as a reader would, and give their names."""
+        return self.page.evaluate(DRAW_ALL)
+
+    def lines(self, chart: str) -> int:
+        """Lines and marks that are drawn in a chart."""
+        return self.page.locator(f'[data-chart="{chart}"] .scatterlayer .trace').count()
+
+    def hovered(self, chart: str) -> str:
+        """What is shown over the first mark of a chart."""
+        self.page.locator(f'[data-chart="{chart}"] .scatterlayer .trace .point').first.hover(force=True)
+        label = self.page.locator(f'[data-chart="{chart}"] .hoverlayer .hovertext')
+        label.wait_for()
+        return label.text_content()
+
+    def data(self) -> dict[str, Any]:
+        return json.loads(self.page.locator("#page-data").text_content())["charts"]
+
+
+@pytest.fixture
+def open_tab(browser) -> Iterator[Callable[..., Tab]]:
+    tabs = []
+
+    def opened(file: Path, **options: Any) -> Tab:
+        tabs.append(Tab(browser, file, **options))
+        return tabs[-1]
+
+    yield opened
+    for tab in tabs:
+        tab.context.close()
+
+
+@pytest.fixture(scope="session")
+def page_file(reproduction_page, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(reproduction_page, "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tab(browser, page_file) -> Iterator[Tab]:
+    """One tab for the tests that follow one another on the same page, as a reader would; each also works alone."""
+    opened = Tab(browser, page_file, color_scheme="light")
+    yield opened
+    opened.context.close()
+
+
+def test_keys_mouse_and_toggles_work(tab):
+    press, focus = tab.page.keyboard.press, lambda what: tab.page.evaluate(f"document.activeElement.{what}")
+    press("Tab")
+    assert focus("className") == "skip"
+    assert tab.page.locator(".skip").bounding_box()["x"] >= 0, "the skip link is seen once it has the focus"
+    press("Enter")
+    assert focus("id") == "main"
+    press("Tab")
+    assert focus("dataset.toggle") == "0"
+    press("Space")
+    assert not tab.page.get_by_role("checkbox", name=re.compile("per-loop . RMSNorm")).is_checked()
+    assert tab.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus is seen"
+    for _ in range(5):
+        press("Tab")
+    assert focus("id") == "show-all"
+    press("Enter")
+    assert tab.page.locator("#toggle-status").text_content() == "5 of 5 conditions shown"
+    press("Tab")
+    press("Tab")
+    assert focus("tagName") == "SUMMARY"
+    press("Enter")
+    assert tab.page.locator('[data-chart="plane"]').locator("..").locator("table").is_visible()
+
+    trace = tab.data()["plane"]["traces"][0]
+    shown = tab.hovered("plane")
+    assert all(text in shown for text in (trace["meta"], *trace["customdata"][0])), "condition, run and both values"
+
+    tab.page.locator('[data-chart="norm-training"]').scroll_into_view_if_needed()
+    tab.page.wait_for_selector('[data-chart="norm-training"][data-drawn]')
+    before = {name: tab.lines(name) for name in ("plane", "norm-training")}
+    box = tab.page.get_by_role("checkbox", name="terminal + raw")
+    box.uncheck()
+    assert tab.page.locator("#toggle-status").text_content() == "4 of 5 conditions shown"
+    for name, count in before.items():
+        tab.page.wait_for_function(LINES_ARE, arg=[name, count - 2])
+    assert tab.page.locator('[data-chart="plane"]').locator("..").locator(".legend .off").count() == 1
+    box.check()
+    for name, count in before.items():
+        tab.page.wait_for_function(LINES_ARE, arg=[name, count])
+    assert tab.complaints == []
+
+
+LINES_ARE = '([n, c]) => document.querySelectorAll(`[data-chart="${n}"] .scatterlayer .trace`).length === c'
+
+
+def test_it_asks_for_nothing_and_draws_every_line_of_every_chart_as_it_comes_near(tab, page_file):
+    tab.page.wait_for_selector('[data-chart="plane"][data-drawn]')
+    assert tab.page.locator('[data-chart="frontier"][data-drawn]').count() == 0, "far below, so not drawn yet"
+    names = tab.draw_all()
+    assert len(names) == 11 and tab.complaints == [] and tab.requests == [page_file.as_uri()]
+    for name, chart in tab.data().items():
+        assert tab.lines(name) == len(chart["traces"]) > 0, name
+        titles = tab.page.locator(f'[data-chart="{name}"] .infolayer').locator(".xtitle, .ytitle")
+        assert titles.count() == 2 and all(titles.all_text_contents()), name
+    check_labels(tab, names)
+
+
+LABELS = """name => {
+  const chart = document.querySelector(`[data-chart="${name}"]`);
+  const box = e => { const r = e.getBoundingClientRect();
+                     return {left: r.left, right: r.right, top: r.top, bottom: r.bottom, text: e.textContent}; };
+  const texts = selector => [...chart.querySelectorAll(selector)].filter(e => e.textContent).map(box);
+  return {x: texts('.xtick text'), y: texts('.ytick text'), beside: texts('.annotation text'), frame: box(chart)};
+}"""
+
+
+def check_labels(tab: Tab, names: list[str]) -> None:
+    """Both axes of every chart have ticks, and no label is cut off or lies on another."""
+    for name in names:
+        boxes = tab.page.evaluate(LABELS, name)
+        frame = boxes["frame"]
+        assert len(boxes["x"]) >= 2 and len(boxes["y"]) >= 2, f"{name} has an axis without ticks"
+        for box in boxes["x"] + boxes["y"] + boxes["beside"]:
+            assert frame["left"] - 1 <= box["left"] and box["right"] <= frame["right"] + 1, (name, box)
+        for side, start, end in (("x", "left", "right"), ("y", "top", "bottom"), ("beside", "top", "bottom")):
+            placed = sorted(boxes[side], key=lambda box: box[start])
+            for first, second in itertools.pairwise(placed):
+                assert first[end] <= second[start] + 3, (name, side, first, second)
+
+
+def test_dark_is_dark_paper_is_light_and_charts_follow_while_the_page_is_open(tab, tmp_path):
+    tab.page.wait_for_selector('[data-chart="plane"][data-drawn]')
+    light = tab.page.screenshot()
+    colour = tab.page.evaluate("getComputedStyle(document.querySelector('.point')).fill")
+    assert weakest_contrast(tab) > 3
+    tab.page.emulate_media(color_scheme="dark")
+    tab.page.wait_for_function("c => getComputedStyle(document.querySelector('.point')).fill !== c", arg=colour)
+    assert tab.page.screenshot() != light and weakest_contrast(tab) > 3
+    assert brightness(tab, "backgroundColor") < 60 < 200 < brightness(tab, "color")
+
+    tab.page.emulate_media(media="print", color_scheme="dark")
+    tab.page.wait_for_function("() => [...document.querySelectorAll('[data-chart]')].every(c => c.dataset.drawn)")
+    assert brightness(tab, "color") < 60, "dark ink"
+    assert not tab.page.locator(".controls").is_visible() and not tab.page.locator("nav").is_visible()
+    widths = tab.page.evaluate("[...document.querySelectorAll('.main-svg')].map(s => s.clientWidth)")
+    assert max(widths) == 660, "A4 less its margins"
+    tab.page.emulate_media(media="screen", color_scheme="dark")
+    tab.page.wait_for_function("() => document.querySelector('.main-svg').clientWidth > 700")
+    tab.page.pdf(path=tmp_path / "page.pdf", format="A4")
+    assert (tmp_path / "page.pdf").read_bytes().count(b"/Type /Page\n") >= 5
+    assert tab.complaints == []
+
+
+def channels(colour: str) -> list[float]:
+    return [float(part) for part in re.findall(r"[\d.]+", colour)[:3]]
+
+
+def brightness(tab: Tab, name: str) -> float:
+    return sum(channels(tab.page.evaluate("n => getComputedStyle(document.body)[n]", name))) / 3
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG defines it."""
+    parts = [c / 255 for c in channels(colour)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def weakest_contrast(tab: Tab) -> float:
+    """Of any colour of a condition against the page."""
+    probe = """name => { const e = document.createElement('i'); e.style.color = `var(${name})`; document.body.append(e);
+                         const c = getComputedStyle(e).color; e.remove(); return c; }"""
+    paper = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return min(contrast(tab.page.evaluate(probe, f"--c{n}"), paper) for n in range(8))
+
+
+def test_a_phone_shows_the_whole_grid_with_two_recipes_and_never_scrolls_sideways(open_tab, tmp_path):
+    write_reproduction(tmp_path / "grid", dict.fromkeys(CONDITIONS, 1), modern=tuple(CONDITIONS)[:4])
+    write_report([tmp_path / "grid"], tmp_path / "page.html")
+    tab = open_tab(tmp_path / "page.html", viewport={"width": 400, "height": 800})
+    charts = tab.draw_all()
+    assert len(charts) == 11 and tab.complaints == [] and tab.lines("plane") == 13
+    assert tab.page.get_by_role("checkbox").count() == 13
+    check_labels(tab, charts)
+    tab.page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert tab.page.evaluate("document.documentElement.scrollWidth") == 400
+    rights = tab.page.evaluate("[...document.querySelectorAll('.main-svg')].map(s => s.getBoundingClientRect().right)")
+    assert max(rights) <= 400
+
+
+def test_a_single_run_named_like_a_script_that_is_still_going_is_a_whole_page_and_text(open_tab, tmp_path):
+    name = "<script>alert(1)<"
+    run = write_run(tmp_path / name, "terminal+raw", done=60, files=())
+    write_report([run], tmp_path / "page.html", title="</title><img src=x onerror=alert(2)>")
+    tab = open_tab(tmp_path / "page.html")
+    charts = tab.draw_all()
+    assert len(charts) == 6 and tab.complaints == [] and len(tab.requests) == 1
+    check_labels(tab, charts)
+    assert tab.page.title() == "loopscope: </title><img src=x onerror=alert(2)>"
+    assert name in tab.hovered("plane") and name in tab.page.locator("details.run summary").first.text_content()
+    assert tab.page.locator(".controls").count() == 0, "one condition needs no toggles"
+    assert tab.page.locator("details.run").get_attribute("open") is not None
+    empty = "[...document.querySelectorAll('main section')].filter(s => s.textContent.trim().length < 40).length"
+    assert tab.page.evaluate(empty) == 0
+
+    tab.page.evaluate("""() => { const script = document.createElement('script');
+                                 script.textContent = 'document.title = "x"'; document.body.append(script); }""")
+    tab.page.wait_for_timeout(100)
+    assert tab.page.title() != "x" and any("Content Security Policy" in text for text in tab.complaints)

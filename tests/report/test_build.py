@@ -1,0 +1,752 @@
+"""The page says what the files say, survives every file, and carries nothing that could run or call out."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from report_samples import write_reproduction, write_run
+
+from loopscope.cli.report import Report
+from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedError
+from loopscope.report import build
+from loopscope.report.build import build_report, render, write_report
+from loopscope.report.charts import Axis, log_ticks, plain, signed, signed_ticks, thin
+from loopscope.report.files import read_yaml
+from loopscope.report.grouping import compare, group_runs
+from loopscope.report.records import Inputs, read_inputs
+
+
+@pytest.fixture
+def plotly() -> None:
+    """For tests that are about the page as it is: with plotly in it."""
+
+
+@pytest.fixture(autouse=True)
+def without_plotly(request, monkeypatch) -> None:
+    """All others leave its 5 MB out."""
+    if "plotly" not in request.fixturenames:
+        monkeypatch.setattr(build, "plotly_script", lambda: "")
+
+
+class Elements(HTMLParser):
+    """Elements with their attributes, visible text, and what stands in script elements."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self.text += " "
+        self.inside = tag
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+    def handle_data(self, data):
+        if self.inside == "script":
+            self.scripts.append(data)
+        elif self.inside != "style":
+            self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """The JSON in the page, read as strictly as a browser reads it."""
+    text = page.split('id="page-data">')[1].split("</script>")[0]
+    return json.loads(text, parse_constant=refuse_constant)
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def words_of(page: str) -> str:
+    return " ".join(Elements(page).text.split())
+
+
+def text_of(*paths: Path) -> str:
+    return words_of(build_report(paths).html)
+
+
+def labels(*paths: Path) -> list[str]:
+    return [group.label for group in group_runs(read_inputs(paths).runs)]
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_asks_for_nothing_and_its_policy_allows_its_own_scripts_alone(reproduction_page):
+    page = reproduction_page
+    elements = Elements(page)
+    for tag, attributes in elements.found:
+        assert "src" not in attributes and not any(name.startswith("on") for name in attributes), (tag, attributes)
+        target = attributes.get("href")
+        assert target is None or target.startswith("#") or target == "data:,"
+    (policy,) = [meta["content"] for meta in elements.all("meta") if "http-equiv" in meta]
+    assert policy is not None and policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-inline" not in policy.split("script-src")[1].split(";")[0] and "http" not in policy
+    scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert re.findall(r"'sha256-([^']+)'", policy) == hashes and len(hashes) == 2
+
+
+def test_the_same_files_give_the_same_bytes(reproduction, reproduction_page, plotly):
+    assert build_report([reproduction]).html == reproduction_page
+
+
+def test_twenty_five_runs_stay_below_eight_megabytes(tmp_path, plotly):
+    (run,) = read_inputs([write_run(tmp_path / "run", steps=10_000)]).runs
+    page = render(Inputs([replace(run, name=f"run-{n:02}") for n in range(25)], []))
+    assert page.num_runs == 25 and len(page.html.encode()) < 8e6
+
+
+def test_building_a_page_does_not_import_torch(reproduction):
+    code = (
+        "import sys, pathlib; from loopscope.report.build import build_report; "
+        f"build_report([pathlib.Path({str(reproduction)!r})]); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_without_plotly_the_package_to_install_is_named(reproduction, monkeypatch, plotly):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UnsupportedError, match=re.escape("pip install 'loopscope[report]'")):
+        build_report([reproduction])
+
+
+# --- hostile and damaged files ---------------------------------------------------------------------------------------
+
+PAYLOADS = ["<script>alert(1)</script>", "</script><img src=x onerror=alert(1)>", "<!--<script>", '"><svg onload=x()>']
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_every_text_of_every_file_is_only_text(tmp_path, payload):
+    folder = write_reproduction(tmp_path / "grid", {"per-loop+rmsnorm": 1, "per-loop+raw": 1})
+    row = folder / "rows" / "per-loop+raw-s42"
+    clean = Elements(build_report([folder]).html)
+    for path in (row / "manifest.json", row / "audit.json", row / "eval.json", folder / "grid.json"):
+        path.write_text(json.dumps(poisoned(json.loads(path.read_text()), payload)))
+    claims = json.loads((folder / "claims.json").read_text())
+    (folder / "claims.json").write_text(json.dumps(poisoned(claims, payload)))
+    edit(row / "row.json", state="failed", error=payload, recipe=payload)
+    config = (row / "config.yaml").read_text().replace("placement: per-loop", f"placement: {json.dumps(payload)}")
+    (row / "config.yaml").write_text(config.replace("data:\n  - builtin", f"data:\n  - {json.dumps(payload)}"))
+    with (row / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "event", "step": 1, "event": payload, "message": payload}) + "\n")
+    page = build_report([folder], title=payload).html
+    elements = Elements(page)
+    assert {tag for tag, _ in elements.found} == {tag for tag, _ in clean.found}, "no element comes out of a file"
+    assert len(elements.all("script")) == 3 and not elements.all("img")
+    assert page.count("<!--") == clean_comments(page), "nor a comment"
+    assert payload in elements.text
+    assert "<" not in page.split('id="page-data">')[1].split("</script>")[0]
+
+
+def poisoned(value: Any, payload: str) -> Any:
+    """The same value with every text in it replaced, verdicts and the like included."""
+    if isinstance(value, dict):
+        return {key: poisoned(item, payload) for key, item in value.items()}
+    if isinstance(value, list):
+        return [poisoned(item, payload) for item in value]
+    return payload if isinstance(value, str) else value
+
+
+def clean_comments(page: str) -> int:
+    """Comment openings that are part of plotly itself."""
+    return build.plotly_script().count("<!--")
+
+
+def test_a_folder_named_like_a_script_is_text_in_page_and_charts(tmp_path):
+    write_run(tmp_path / "<script>alert(1)<" / "b>%{x}", files=())
+    write_run(tmp_path / "<script>alert(1)<" / "other", "per-loop+raw", files=())
+    page = build_report([tmp_path / "<script>alert(1)<"]).html
+    assert "b>%{x}" in Elements(page).text
+    labels = {trace["meta"] for trace in data_of(page)["charts"]["norm-training"]["traces"]}
+    assert "per-loop + RMSNorm · b&gt;%{x}" in labels, "plotly reads tags, so they are escaped for it"
+    templates = {trace["hovertemplate"] for trace in data_of(page)["charts"]["norm-training"]["traces"]}
+    assert all("b>" not in template.replace("<b>", "").replace("</b>", "") for template in templates)
+
+
+def test_numbers_that_are_not_finite_break_neither_json_nor_charts(make_run):
+    folder = make_run()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[5:8]:
+        row["norm"] = [float("nan"), float("inf"), float("-inf"), float("nan")]
+    rows[-1]["ce"] = [float("inf")] * 4
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    edit(
+        folder / "audit.json", loops=[{"k": 1, "scale": float("nan")}, {"k": 2, "scale": 1e400}, {"k": 3, "scale": 2.0}]
+    )
+    charts = data_of(build_report([folder]).html)["charts"]
+    (norms,) = charts["norm-training"]["traces"]
+    assert len(norms["y"]) == sum(row["kind"] == "train" for row in rows) - 2  # rows 5..7 hold an evaluation too
+    assert charts["activity-scale"]["traces"][0]["x"] == [3.0]
+
+
+def test_numbers_that_no_float_holds_are_left_out(make_run):
+    folder = make_run()
+    audit = (folder / "audit.json").read_text()
+    (folder / "audit.json").write_text(audit.replace('"width": 64', f'"width": {10**400}'))
+    edit(folder / "manifest.json", parameters="many")
+    assert build_report([folder]).num_runs == 1
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "eval.json", "audit.json", "config.yaml", "row.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", "\x00\x01"])
+def test_a_damaged_file_is_named_and_the_rest_is_shown(make_run, name, content):
+    folder = make_run()
+    (folder / name).write_text(content)
+    page = build_report([folder])
+    assert f"{name} " in Elements(page.html).text and "is left out" in Elements(page.html).text
+    assert data_of(page.html)["charts"]["norm-training"]["traces"], "what can be read is drawn"
+    assert any("could not be read whole" in sentence for sentence in page.verdict.sentences)
+
+
+def test_bytes_that_are_no_text_are_survived(make_run):
+    folder = make_run()
+    (folder / "manifest.json").write_bytes(b'{"command": ["loopscope", "\xff\xfe \\ud800"]}')
+    page = build_report([folder]).html
+    assert page.encode("utf-8")
+    assert "loopscope" in page
+
+
+def test_a_last_line_that_is_being_written_is_no_problem_and_one_before_is(make_run):
+    folder = make_run()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert "unreadable" not in text_of(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('\n{"kind": "train", "step": 201}\n')
+    assert "metrics.jsonl has 1 unreadable line, left out" in text_of(folder)
+
+
+BOMBS = {
+    "uses YAML aliases": [
+        "l0: &l0 [x]\n" + "".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 9)),
+        "model: &self {width: *self}",
+    ],
+    "is nested more than 16 levels deep": ["[" * 60_000, "{" * 60_000, "- " * 30_000, "a: " + "[" * 50 + "]" * 50],
+    "has a value of more than 3,000 characters": [
+        "a: 0x" + "f" * 9000,
+        "a: " + "1:" * 20_000 + "1",
+        f"a: '{'x' * 60_000}'",
+        "a\n" * 9000,
+    ],
+    "has more than 4,000 names and values": ["{" + "a: 1, " * 10_000 + "}", "? a\n" * 15_000],
+    "is larger than 64 kB": ["[" * 100_000, "a: b\n" * 20_000],
+    "is not valid YAML": [
+        "a: !!python/object/apply:os.system [true]",
+        "a: 2024-99-99",
+        "\t- x",
+        "a: !!int x",
+        "%" * 9000,
+        "? " * 10,
+    ],
+    "does not hold a mapping": ["", "1", "- a"],
+}
+
+
+@pytest.mark.parametrize(("sentence", "text"), [(sentence, text) for sentence in BOMBS for text in BOMBS[sentence]])
+def test_a_hostile_configuration_is_named_and_costs_next_to_nothing(tmp_path, sentence, text):
+    """What it costs is counted in memory, which says the same on every machine: no clock decides a test."""
+    (tmp_path / "config.yaml").write_text(text)
+    problems: list[str] = []
+    tracemalloc.start()
+    assert read_yaml(tmp_path / "config.yaml", problems) == {}
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(problems) == 1 and problems[0].startswith("config.yaml ") and peak < 20e6
+    assert sentence in problems[0]
+
+
+def test_our_own_configurations_are_read_whole(make_run):
+    folder = make_run("run", "per-loop+penalty")
+    problems: list[str] = []
+    assert read_yaml(folder / "config.yaml", problems) == yaml.safe_load((folder / "config.yaml").read_text())
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"verdict": ' + "[" * 100_000, "is not valid JSON"),
+        ('{"verdict": ' + "9" * 10_000 + "}", "is not valid JSON"),
+        ('{"verdict": "' + "x" * (5 << 20) + '"}', "is larger than 4 MB"),
+    ],
+)
+def test_a_hostile_json_file_is_named(make_run, content, sentence):
+    folder = make_run()
+    (folder / "audit.json").write_text(content)
+    assert f"audit.json {sentence} and is left out" in text_of(folder)
+
+
+def test_json_that_only_just_can_be_read_is_shown_in_bounds(make_run):
+    """Values nested a few hundred deep, long texts, and the same name twice, of which the last counts."""
+    folder = make_run()
+    deep, text = "[" * 400 + "]" * 400, "x" * 1_000_000
+    choices = f'[{{"name": "deep", "value": {deep}}}, {{"name": "long", "value": "{text}"}}]'
+    (folder / "manifest.json").write_text(f'{{"parameters": 1, "parameters": 1234, "choices": {choices}}}')
+    page = build_report([folder])
+    assert "1,234" in page.html and "x" * 4000 + "…" in page.html and "x" * 4001 not in page.html
+    assert page.verdict.tone == "bad", "the rest is read as ever"
+
+
+def test_lines_of_metrics_that_never_end_are_left_out_and_the_others_read(make_run, monkeypatch):
+    monkeypatch.setattr("loopscope.report.files.MOST_LINE_BYTES", 2000)
+    folder = make_run(files=())
+    before = len(read_inputs([folder]).runs[0].train)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 198, "loss": [' + "1, " * 9000 + '1]}\n{"kind": "train", "step": 199}\n')
+        file.write(f'{{"kind": "train", "step": 200, "x": {"[" * 900}\n')
+    (run,) = read_inputs([folder]).runs
+    assert len(run.train) == before + 1 and run.train[-1]["step"] == 199
+    assert run.problems == ["metrics.jsonl has 2 unreadable lines, left out"]
+
+
+def test_a_file_that_is_huge_is_not_read(make_run, monkeypatch):
+    folder = make_run()
+    with (folder / "eval.json").open("wb") as file:
+        file.truncate(100 << 20)
+    monkeypatch.setattr("loopscope.report.files.MOST_METRICS_BYTES", 1 << 10)
+    text = text_of(folder)
+    assert "eval.json is larger than 4 MB and is left out" in text
+    assert "metrics.jsonl is larger than 1 kB and is left out" in text
+
+
+KEYS = ["kind", "step", "ce", "norm", "k", "depths", "splits", "valid", "loops", "alpha_sweep", "alphas", "verdict"]
+KEYS += ["variables", "name", "remedy", "flag", "blind_directions", "named", "checks", "notes", "claims", "quantities"]
+KEYS += ["seeds", "seed", "value", "paper", "recipes", "differences", "commands", "command", "versions", "data", "git"]
+KEYS += ["choices", "state", "error", "seconds", "events", "model", "objective", "training", "num_loops", "width"]
+KEYS += ["placement", "readout", "norm_penalty", "inter_loop_norm", "radial_gradient_share", "scale", "throughput"]
+LEAVES = st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=5)
+LEAVES |= st.sampled_from(["train", "eval", "event", "failed", "blind-spot", "holds"])
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=6),
+    max_leaves=20,
+)
+FILES = ["config", "manifest", "eval", "audit", "row", "grid", "claims"]
+OBJECTS = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=8)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@given(files=st.fixed_dictionaries(dict.fromkeys(FILES, OBJECTS)), metrics=st.lists(OBJECTS, max_size=6))
+def test_no_content_of_any_file_stops_the_page(tmp_path, files, metrics):
+    row = tmp_path / "grid" / "rows" / "row"
+    row.mkdir(parents=True, exist_ok=True)
+    for name in ("config", "manifest", "eval", "audit", "row"):
+        (row / f"{name}.{'yaml' if name == 'config' else 'json'}").write_text(json.dumps(files[name]))
+    for name in ("grid", "claims"):
+        (tmp_path / "grid" / f"{name}.json").write_text(json.dumps(files[name]))
+    (row / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    page = build_report([tmp_path / "grid"])
+    names = [attributes["data-chart"] for _, attributes in Elements(page.html).found if "data-chart" in attributes]
+    assert page.num_runs == 1 and list(data_of(page.html)["charts"]) == names
+
+
+# --- what is read ----------------------------------------------------------------------------------------------------
+
+
+def test_runs_reproductions_and_folders_of_them_mix_and_nothing_counts_twice(reproduction, tmp_path):
+    single = write_run(tmp_path / "runs" / "single")
+    write_run(tmp_path / "runs" / "second", "per-loop+raw")
+    (tmp_path / "runs" / "notes").mkdir()
+    inputs = read_inputs([reproduction, tmp_path / "runs", single, reproduction / "rows" / "per-loop+raw-s42"])
+    assert len(inputs.runs) == 9 + 2 and len(inputs.reproductions) == 1
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_folder(tmp_path):
+    for place in ("one", "two"):
+        write_run(tmp_path / place / "run")
+    names = [run.name for run in read_inputs([tmp_path / "one", tmp_path / "two"]).runs]
+    assert names == ["one/run", "two/run"]
+
+
+def test_a_record_with_claims_and_without_rows_is_a_page(reproduction, tmp_path):
+    (tmp_path / "record").mkdir()
+    shutil.copy(reproduction / "claims.json", tmp_path / "record")
+    page = build_report([tmp_path / "record"])
+    assert page.num_runs == 0 and "C9 does not hold at this scale" in " ".join(page.verdict.sentences)
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty"])
+def test_a_place_without_runs_is_one_sentence(tmp_path, path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=path):
+        build_report([tmp_path / path])
+
+
+def test_without_evaluation_the_last_one_of_training_counts_and_the_page_says_so(make_run):
+    folder = make_run(files=())
+    (run,) = read_inputs([folder]).runs
+    assert run.exit_failure == pytest.approx(run.depths[0].ce - run.depths[3].ce)
+    assert run.depths_from == "validation at step 200" and "validation at step 200" in text_of(folder)
+
+
+def test_exits_and_norms_are_taken_at_the_trained_depth_and_not_at_the_deepest_measured(make_run):
+    (run,) = read_inputs([make_run()]).runs
+    assert len(run.depths) == 8 and run.num_loops == 4
+    assert run.final_norm == run.depths[3].norm and run.exit_failure == run.depths[0].ce - run.depths[3].ce
+
+
+@pytest.mark.parametrize(
+    ("done", "row", "sentence"),
+    [
+        (200, {}, "finished at step 200 of 200"),
+        (120, {}, "Mind: at step 120 of 200, still going or interrupted"),
+        (0, {}, "nothing was logged yet"),
+        (
+            120,
+            {"state": "failed", "error": "killed twice"},
+            "Failed. This run broke off before it was audited.",
+        ),
+        (120, {"state": "failed", "error": "killed twice"}, "Mind: failed at step 120 of 200: killed twice"),
+        (120, {"state": "running"}, "at step 120 of 200, still going or interrupted"),
+    ],
+)
+def test_how_a_run_ended_is_said(make_run, done, row, sentence):
+    folder = make_run(done=done, files=())
+    if row:
+        (folder / "row.json").write_text(json.dumps(row))
+    assert sentence in text_of(folder)
+
+
+def test_a_run_that_a_guard_stopped_says_why(make_run):
+    folder = make_run(done=100, files=())
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "event", "step": 101, "event": "stop", "message": "rolled back 3 times"}) + "\n")
+    assert "stopped at step 100 of 200: rolled back 3 times" in text_of(folder)
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_names_the_blind_conditions_and_gives_the_measured_contrast(reproduction):
+    verdict = build_report([reproduction]).verdict
+    assert "the loop carries the length of its state, and no loss sees it" in verdict.headline
+    assert verdict.tone == "bad" and verdict.headline.startswith("Blind spot in 4 of 9 audited runs: ")
+    where, scale, exits, remedy, claims = verdict.sentences
+    assert where.startswith("Where: per-loop + RMSNorm and terminal + RMSNorm. Free of it: per-loop + raw")
+    runs = read_inputs([reproduction]).runs
+    by_name = {
+        name: [r.final_norm for r in runs if r.name.startswith(name)] for name in ("per-loop+rmsnorm", "per-loop+raw")
+    }
+    ratio = sum(by_name["per-loop+rmsnorm"]) / sum(by_name["per-loop+raw"])
+    assert f"{float(f'{ratio:.3g}'):g} times" in scale
+    assert "+0.95 nats" in exits and "−0.06 when every loop is" in exits
+    assert "--norm-penalty 0.01" in remedy
+    assert "1 of 3 hold; C9 does not hold at this scale; C10 was not measured" in claims
+
+
+def test_a_controlled_run_is_called_controlled(make_run):
+    verdict = build_report([make_run("run", "per-loop+raw")]).verdict
+    assert verdict.tone == "good" and verdict.headline.startswith("Controlled.")
+
+
+def test_without_an_audit_the_page_says_what_training_saw_and_no_more(make_run):
+    hidden = build_report([make_run("run", files=())]).verdict
+    assert hidden.tone == "open" and "the loss hardly sees the scale" in hidden.headline
+    seen = build_report([make_run("other", "per-loop+raw", files=())]).verdict
+    assert seen.tone == "open" and "Nothing that training logged points to a blind spot" in seen.headline
+
+
+def test_an_inter_loop_norm_is_not_called_hidden(make_run):
+    verdict = build_report([make_run("run", "per-loop+inter-loop-norm", files=())]).verdict
+    assert "Nothing that training logged points to a blind spot" in verdict.headline
+
+
+def test_an_alarm_while_training_is_the_verdict_until_an_audit(make_run):
+    folder = make_run(files=())
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "event", "step": 90, "event": "blind-spot", "message": "‖h_K‖ is 565"}) + "\n")
+    assert build_report([folder]).verdict.headline.startswith("Alarm. In this run the scale ran away")
+    write_run(folder, files=("audit.json",))
+    assert build_report([folder]).verdict.headline.startswith("Blind spot.")
+
+
+def test_a_single_run_tells_its_growth_and_the_price_of_its_exits(make_run):
+    sentences = " ".join(build_report([make_run("run", "terminal+rmsnorm")]).verdict.sentences)
+    assert "times the" in sentences and "of the first logged step" in sentences
+    assert "costs something: +0.95 nats per token, 2.59 times the perplexity" in sentences
+
+
+def test_runs_without_an_audit_are_counted_beside_those_with_one(make_run, tmp_path):
+    make_run("audited")
+    make_run("other", "per-loop+raw", files=())
+    assert "Mind: 1 has not been audited." in build_report([tmp_path]).verdict.sentences
+
+
+def test_runs_that_are_not_finished_are_counted_as_such(make_run, tmp_path):
+    make_run("whole", files=())
+    make_run("part", "per-loop+raw", done=100, files=())
+    assert "Mind: 1 run is not finished and counts as far as it is." in build_report([tmp_path]).verdict.sentences
+    make_run("other", "terminal+raw", done=100, files=())
+    assert "Mind: 2 runs are not finished and count as far as they are." in build_report([tmp_path]).verdict.sentences
+
+
+def test_rows_that_were_asked_for_and_never_started_are_counted(reproduction, tmp_path):
+    folder = shutil.copytree(reproduction, tmp_path / "grid")
+    shutil.rmtree(folder / "rows" / "per-loop+penalty-s42")
+    write_run(tmp_path / "another")
+    sentences = " ".join(build_report([folder, tmp_path / "another"]).verdict.sentences)
+    assert "1 of 9 rows have not been started" in sentences
+
+
+# --- conditions, fixed and varied ------------------------------------------------------------------------------------
+
+
+def test_conditions_have_the_names_and_the_order_of_the_paper(reproduction):
+    assert labels(reproduction) == [
+        "per-loop + RMSNorm",
+        "terminal + RMSNorm",
+        "per-loop + raw",
+        "terminal + raw",
+        "per-loop + penalty",
+    ]
+
+
+def test_a_condition_looks_the_same_on_every_page_and_no_two_look_alike(tmp_path, reproduction):
+    write_reproduction(tmp_path / "all", {"per-loop+penalty": 1, "per-loop+layernorm": 1}, modern=("per-loop+raw",))
+
+    def looks(path: Path) -> dict[str, tuple[int, str, str, bool]]:
+        groups = group_runs(read_inputs([path]).runs)
+        return {group.label: (group.colour, group.symbol, group.dash, group.is_open) for group in groups}
+
+    small, large = looks(reproduction), looks(tmp_path / "all")
+    assert small["per-loop + penalty"] == large["per-loop + penalty"]
+    for found in (small, large):
+        assert len(set(found.values())) == len(found)
+
+
+def test_another_recipe_is_another_condition(tmp_path):
+    folder = write_reproduction(tmp_path / "grid", {"per-loop+raw": 1}, modern=("per-loop+raw",))
+    assert labels(folder) == ["per-loop + raw", "per-loop + raw (modern)"]
+
+
+def test_runs_that_differ_in_something_else_are_not_mixed(tmp_path):
+    for n, steps in enumerate((200, 200, 400)):
+        write_run(tmp_path / f"run-{n}", seed=n, steps=steps)
+    assert labels(tmp_path) == ["per-loop + RMSNorm", "per-loop + RMSNorm (steps 400)"]
+
+
+def test_different_penalties_are_different_conditions(tmp_path):
+    for penalty in ("0.01", "0.1"):
+        folder = write_run(tmp_path / penalty, "per-loop+penalty")
+        config = (folder / "config.yaml").read_text()
+        (folder / "config.yaml").write_text(config.replace("norm_penalty: 0.01", f"norm_penalty: {penalty}"))
+    assert labels(tmp_path) == ["per-loop + RMSNorm + penalty 0.01", "per-loop + RMSNorm + penalty 0.1"]
+
+
+def test_what_was_fixed_and_what_varied_comes_from_the_resolved_configurations(reproduction, tmp_path):
+    folder = shutil.copytree(reproduction, tmp_path / "grid")
+    edit(folder / "rows" / "per-loop+raw-s101" / "manifest.json", threads=2)
+    (folder / "rows" / "terminal+raw-s42" / "manifest.json").unlink()
+    factors = compare(group_runs(read_inputs([folder]).runs))
+    varied = {factor.name: factor.values for factor in factors.varied}
+    assert varied == {
+        "model.readout": ["rmsnorm", "rmsnorm", "raw", "raw", "rmsnorm"],
+        "objective.placement": ["per-loop", "terminal", "per-loop", "terminal", "per-loop"],
+        "objective.norm_penalty": ["0.0", "0.0", "0.0", "0.0", "0.01"],
+        "training.seed": ["42, 101", "42, 101", "42, 101", "42, 101", "42"],
+        "machine.threads": ["1", "1", "1, 2", "1", "1"],
+    }
+    assert ("training.lr", "0.002") in factors.fixed and ("parameters", "172288") in factors.fixed
+
+
+# --- the charts ------------------------------------------------------------------------------------------------------
+
+
+def test_every_chart_has_a_sentence_and_a_table_with_the_numbers_it_draws(reproduction_page):
+    page = reproduction_page
+    charts = [attributes for tag, attributes in Elements(page).found if "data-chart" in attributes]
+    assert len(charts) == 11
+    assert all(
+        chart["role"] == "img" and "The numbers are in the table below" in str(chart["aria-label"]) for chart in charts
+    )
+    assert page.count('class="look"') == 11 == page.count("The same as a table")
+    for name, chart in data_of(page)["charts"].items():
+        section = page.split(f'data-chart="{name}"')[1].split("</figure>")[0]
+        for trace in chart["traces"]:
+            shown = [value for _, value in trace["customdata"]]
+            assert shown[0] in section and shown[-1] in section, (name, trace["meta"])
+
+
+def test_the_plane_has_norm_and_exit_failure_of_every_run(reproduction, reproduction_page):
+    runs = {run.name: run for run in read_inputs([reproduction]).runs}
+    traces = data_of(reproduction_page)["charts"]["plane"]["traces"]
+    assert len(traces) == len(runs)
+    for trace in traces:
+        run = runs[trace["meta"].split(" · ")[1]]
+        assert trace["x"] == [pytest.approx(run.final_norm, rel=1e-5)]
+        assert trace["customdata"] == [[plain(run.final_norm), plain(run.exit_failure)]]
+
+
+def test_the_alpha_sweep_is_a_change_against_alpha_one(reproduction_page):
+    chart = data_of(reproduction_page)["charts"]["alpha"]
+    for trace in chart["traces"]:
+        assert trace["y"][trace["x"].index(1.0)] == 0.0
+        flat = "raw" not in trace["meta"]
+        assert (max(trace["y"]) == 0) == flat
+
+
+def test_predicted_and_measured_growth_are_both_drawn_and_both_in_the_table(reproduction_page):
+    page = reproduction_page
+    chart = data_of(page)["charts"]["activity-increments"]
+    assert sorted({trace["mode"] for trace in chart["traces"]}) == ["lines", "markers"]
+    assert "per-loop + raw · per-loop+raw-s42 · predicted" in page
+    assert {len(trace["x"]) for trace in chart["traces"]} == {29}, "the last loop has no increment"
+
+
+def test_exits_far_worse_than_any_full_depth_leave_the_frame_and_the_page_says_so(reproduction_page):
+    page = reproduction_page
+    chart = data_of(page)["charts"]["frontier"]
+    top = 10 ** chart["layout"]["yaxis"]["range"][1]
+    assert max(max(trace["y"]) for trace in chart["traces"]) > top
+    assert "leave the frame at the top" in page
+    worst_full_depth = max(trace["y"][3] for trace in chart["traces"])
+    assert worst_full_depth < top
+
+
+def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
+    for name, sha in (("a", "1" * 64), ("b", "2" * 64)):
+        folder = write_run(tmp_path / name)
+        edit(folder / "manifest.json", data={"tokenizer": "bpe", "tokenizer_sha256": sha})
+    page = build_report([tmp_path]).html
+    assert data_of(page)["charts"]["frontier"]["layout"]["yaxis"]["title"]["text"] == "bits per byte"
+    assert "different tokenizers" in page
+
+
+def test_what_is_not_measured_is_said_and_not_drawn_empty(make_run):
+    page = build_report([make_run(done=40, files=())]).html
+    drawn = re.findall(r'data-chart="([^"]+)"', page)
+    assert drawn == ["norm-training", "share-loops", "share-training"]
+    text = Elements(page).text
+    assert "α-sweep, 30 loops, Audits and remedies: no run has been audited" in " ".join(text.split())
+    assert text.count("Depth and quality") == 1, "said once, though two charts are missing"
+    assert not re.findall(r'id="(plane|alpha|activity|frontier|audits|claims|factors)"', page), "no empty section"
+    assert set(re.findall(r'href="#([^"]+)"', page)) <= set(re.findall(r'id="([^"]+)"', page))
+
+
+def test_a_long_line_keeps_its_ends_and_its_spikes():
+    points = [(float(n), 1.0) for n in range(10_000)]
+    points[5_000] = (5_000.0, 99.0)
+    kept = thin(points, 300)
+    assert len(kept) <= 300 and kept[0] == points[0] and kept[-1] == points[-1] and (5_000.0, 99.0) in kept
+    assert kept == sorted(kept)
+
+
+def test_the_signed_axis_keeps_order_and_has_its_ticks_at_the_values_they_name():
+    axis = Axis("y", "signed-log", width=0.1)
+    values = [-3.0, -0.1, 0.0, 0.05, 0.1, 20.0]
+    places = [axis.place(value) for value in values]
+    assert places == sorted(places) and axis.place(0.0) == 0
+    layout = axis.layout(values)
+    assert dict(zip(layout["ticktext"], layout["tickvals"], strict=True))["10"] == axis.place(10.0)
+    assert signed_ticks([0.5], 0.1) == [0.0, 0.1, 0.3] and signed_ticks([0.0], 0.1) == [0.0]
+
+
+def test_a_value_that_a_log_axis_cannot_show_is_left_out_or_lies_on_the_floor():
+    assert Axis("y", "log").place(0.0) is None and Axis("y", "log").place(-1.0) is None
+    assert Axis("y", "log", floor=1e-12).place(0.0) == 1e-12
+
+
+def test_ticks_of_a_log_axis_are_round_at_least_three_and_within_the_values():
+    assert log_ticks(1, 1e5)["ticktext"] == ["1", "10", "100", "1,000", "10,000", "100,000"]
+    assert log_ticks(3, 40)["ticktext"] == ["3", "10", "30"] and log_ticks(6, 60)["ticktext"] == ["10", "20", "50"]
+    assert log_ticks(1e-10, 1)["dtick"] == 2, "powers of ten where zeros would have to be counted"
+    assert log_ticks(363, 381) == {"nticks": 5}, "plotly's own choice where no round number lies"
+
+
+def test_what_is_small_looks_small(make_run):
+    """A single run whose loss notices next to nothing is no steep line: the axes keep their reach."""
+    charts = data_of(build_report([make_run()]).html)["charts"]
+    low, high = charts["alpha"]["layout"]["yaxis"]["range"]
+    axis = Axis("y", "signed-log", width=0.01)
+    assert low < axis.place(-1.0) and axis.place(1.0) < high
+    assert set(charts["alpha"]["traces"][0]["y"]) == {0.0}
+    left, right = charts["plane"]["layout"]["xaxis"]["range"]
+    assert left < 0.5 and 10**right > charts["plane"]["traces"][0]["x"][0] > 300
+    assert "tickvals" not in charts["activity-increments"]["layout"]["yaxis"], "growth of one size: a linear axis"
+
+
+def test_numbers_are_written_for_people():
+    assert [plain(v) for v in (39207.4, 5.4041, 0.00123, 3.1e-7, -2.5, 0.0, None)] == [
+        "39,207", "5.404", "0.00123", "3.10e-07", "−2.5", "0", "–",
+    ]  # fmt: skip
+    assert signed(0.957) == "+0.96" and signed(-0.06) == "−0.06" and signed(-0.001) == "0.00" and signed(None) == "–"
+
+
+# --- audits, claims, runs --------------------------------------------------------------------------------------------
+
+
+def test_audits_print_verdict_evidence_remedy_and_heaviest_tokens(reproduction_page):
+    text = words_of(reproduction_page)
+    assert "✗ blind spot" in text and "✓ controlled" in text and "1 blind direction (scale)" in text
+    assert "make the scale visible to the loss, or remove it from the loop" in text
+    assert "4e-9 of its median singular value" in text and "+0.0012" in text and "<b>the</b>" in text
+
+
+def test_claims_print_ours_the_papers_value_and_a_plain_verdict(reproduction_page):
+    text = words_of(reproduction_page)
+    assert "✓ holds" in text and "✗ does not hold at this scale" in text and "○ not measured" in text
+    assert "norm ratio: 226 × [226, 248.6], n = 2" in text and "39,207 (44M) against tens [P]" in text
+    assert "by seed 42: 226; 101: 248.6" in text
+
+
+def test_every_run_has_command_configuration_and_versions_without_the_place_on_disk(reproduction_page):
+    text = words_of(reproduction_page)
+    assert "loopscope train --preset demo --out runs/per-loop+raw-s42" in text and "/somewhere" not in text
+    assert "torch 2.13.0" in text and "wandb" not in text and "placement: terminal" in text
+    assert "loopscope reproduce --scale demo --out grid" in text
+    assert "model.width 512 64" in text, "what differs from the paper"
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_the_page_and_prints_the_verdict(reproduction, tmp_path, capsys, plotly):
+    assert Report(runs=(reproduction,), out=tmp_path / "page.html").run() == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Blind spot in 4 of 9 audited runs: ") and "page.html: 9 runs, 5." in out
+    assert (tmp_path / "page.html").read_text("utf-8").lstrip().startswith("<!doctype html>")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_the_command_prints_json(reproduction, tmp_path, capsys):
+    assert Report(runs=(reproduction,), out=tmp_path / "page.html", title="A title", json=True).run() == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["runs"] == 9 and result["conditions"] == 5 and result["tone"] == "bad"
+    assert result["bytes"] == (tmp_path / "page.html").stat().st_size and len(result["sentences"]) == 5
+    assert "<title>loopscope: A title</title>" in (tmp_path / "page.html").read_text("utf-8")
+
+
+def test_a_page_cannot_be_a_folder(reproduction, tmp_path):
+    with pytest.raises(ConfigError, match="--out"):
+        write_report([reproduction], tmp_path)
+    assert issubclass(ConfigError, LoopscopeError) and not list(tmp_path.iterdir())
