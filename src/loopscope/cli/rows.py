@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,18 +27,14 @@ def run_rows(request: Request, out: Path, make_backend: Callable[[], Backend], r
     from loopscope.experiments.ledger import Ledger
     from loopscope.experiments.schedule import Schedule
 
-    with _terminated_like_ctrl_c():
+    with _terminated_like_ctrl_c(), closing(make_backend()) as backend:
         grid = lay_out(request, out, say)
         record(grid, ["loopscope", *sys.argv[1:]])
         ledger, rows = Ledger(out), grid.rows()
         steps = f"{grid.common.training.steps} steps ({grid.epochs:.2g} epochs)"
         say(f"{len(rows)} rows of {steps} in {out}; log of each row in rows/NAME/log.txt")
-        backend = make_backend()
-        try:
-            with _shown(len(rows), ledger) as (on_event, on_view):
-                return Schedule(ledger, rows, backend, retries=retries, on_event=on_event, on_view=on_view).run()
-        finally:
-            backend.close()
+        with _shown(len(rows), ledger) as (on_event, on_view):
+            return Schedule(ledger, rows, backend, retries=retries, on_event=on_event, on_view=on_view).run()
 
 
 @contextmanager
