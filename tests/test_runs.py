@@ -12,8 +12,9 @@ import pytest
 
 from loopscope.config import Config
 from loopscope.errors import RunError
+from loopscope.machine import git_state
 from loopscope.presets import preset
-from loopscope.runs import RunFolder, folder_written_whole, git_state, write_atomically
+from loopscope.runs import RunFolder, folder_written_whole, write_atomically
 
 
 def test_a_run_remembers_its_configuration(tmp_path):

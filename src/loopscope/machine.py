@@ -6,7 +6,10 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 PACKAGES = ("loopscope", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "tyro", "rich", "jinja2")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "ray", "lm-eval", "fastapi", "tensorboard", "wandb", "trackio")
@@ -29,7 +32,32 @@ def versions() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
+    if (commit := _own_commit()) is not None:
+        found["loopscope"] = f"{found['loopscope']} ({commit})"
     return found
+
+
+def _own_commit() -> str | None:
+    """The commit of loopscope itself where it runs from a checkout, "changed" added where files differ from it."""
+    root = Path(__file__).parents[2]
+    state = git_state(root) if (root / ".git").exists() else None
+    return None if state is None else state["commit"][:12] + (", changed" if state["changed"] else "")
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether there are changes, or None where there is no repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def choose_device() -> Choice:

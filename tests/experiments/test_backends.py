@@ -164,11 +164,11 @@ def test_rows_are_pinned_to_their_threads_and_gpus_before_torch_is_there(monkeyp
 
     monkeypatch.setattr(backends.subprocess, "Popen", popen)
     row = make_grid(base, tmp_path / "out", 4).rows()[0]
-    here = Here(2, threads=3, gpus=2)
+    here = Here(2, threads=3, gpus=["4", "GPU-5"])
     for number in range(2):
         here.start(row, tmp_path / str(number))
     assert [environment["OMP_NUM_THREADS"] for environment in seen] == ["3", "3"]
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in seen] == ["0,1", "2,3"]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in seen] == ["4", "GPU-5"]
 
 
 def test_rows_at_once_default_to_the_cores_there_are(monkeypatch):
@@ -180,6 +180,18 @@ def test_rows_at_once_default_to_the_cores_there_are(monkeypatch):
     assert make_backend("here", rows_at_once=5, threads=1, **options).slots == 5
     with pytest.raises(ConfigError, match="expected here, ray"):
         make_backend("moon", rows_at_once=None, threads=1, **options)
+
+
+def test_no_more_rows_run_at_once_than_there_are_gpus_for(monkeypatch):
+    monkeypatch.setattr(backends, "usable_cores", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    here = make_backend("here", rows_at_once=None, threads=1, gpus=1, retries=2)
+    assert here.slots == 2 and list(here.gpus) == ["4", "5"]
+    with pytest.raises(ConfigError, match="at most one GPU, and this machine shows 2"):
+        make_backend("here", rows_at_once=None, threads=1, gpus=2, retries=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="this machine shows 0"):
+        make_backend("here", rows_at_once=None, threads=1, gpus=1, retries=2)
 
 
 # --- a real Ray cluster ----------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import pytest
 from made_up import LOOPS, write_made_up_grid, write_row
 
 from loopscope.experiments.claims import CLAIMS, FAILS, HOLDS, NOT_MEASURED, judge_all
-from loopscope.experiments.evidence import Bound, Quantity, bootstrap, symlog
+from loopscope.experiments.evidence import Bound, Quantity, bootstrap, symlog, unsymlog
 from loopscope.experiments.results import read_results, shown
+from loopscope.experiments.tables import claims_table
 
 
 @pytest.fixture
@@ -141,11 +142,35 @@ def test_claims_that_need_an_audit_are_not_measured_without_one(grid):
     }
 
 
-def test_claim_9_names_the_controlled_models_that_are_missing(grid):
+def test_a_claim_does_not_hold_while_a_model_it_names_is_missing_but_may_fail_without_it(grid):
     (grid / "rows" / "per-loop+final-only-s42" / "row.json").unlink()
     claim = judged(grid)["C9"]
-    assert claim["verdict"] == HOLDS
+    assert claim["verdict"] == NOT_MEASURED
     assert "not measured: ΔCE from 1 to K, per-loop+final-only" in claim["reason"]
+    assert "(ΔCE from 1 to K, per-loop+final-only; " in claims_table([claim]).rows[0][-1]
+    rewrite(grid, "per-loop+penalty", ce_at(2, 4.6, 99.0))
+    assert judged(grid)["C9"]["verdict"] == FAILS
+
+
+def test_claim_2_needs_every_seed_and_the_papers_directions(grid):
+    write_row(grid, "per-loop+raw", 101, change=ce_at(1, 12.0, 1e5))
+    assert judged(grid)["C2"]["verdict"] == FAILS, "one seed in which the readout moves the exits"
+    swapped = write_made_up_grid(grid.parent / "swapped")
+    for placement in ("terminal", "per-loop"):
+        rewrite(swapped, f"{placement}+rmsnorm", scaled_norm(1e-4))
+    claim = judged(swapped)["C2"]
+    assert claim["verdict"] == FAILS and "log norm: RMSNorm above raw -" in claim["reason"]
+
+
+def test_what_audits_measure_is_told_of_validation_text_alone(grid):
+    assert set(judged(grid)) - set(judged(grid, "test")) == {"C5", "C6", "C7", "C8"}
+    names = [quantity["name"] for quantity in judged(grid, "test")["C4"]["quantities"]]
+    assert "norm ratio" in names and not any(name.startswith("growth") for name in names)
+
+
+def test_the_sign_of_the_clamp_is_printed(grid):
+    rewrite(grid, "per-loop+rmsnorm", first_clamp(0.005))
+    assert "that ΔCE with its sign: +0.005" in claims_table([judged(grid)["C8"]]).rows[0][3]
 
 
 def test_opposite_signs_of_the_clamp_do_not_cancel_between_seeds(grid):
@@ -232,7 +257,9 @@ def test_every_claim_says_what_the_paper_reports_and_where_from(grid):
 def test_the_bootstrap_is_seeded_and_covers_the_spread():
     low, high = bootstrap([1.0, 2.0, 3.0])
     assert (low, high) == bootstrap([1.0, 2.0, 3.0])
-    assert 1.0 <= low < 2.0 < high <= 3.0
+    assert (low, high) == (1.0, 3.0), "the interval of three seeds is their range"
+    low, high = bootstrap([float(n) for n in range(12)])
+    assert 0 < low < 5.5 < high < 11
     assert bootstrap([5.0, 5.0]) == (5.0, 5.0)
     assert bootstrap([5.0]) is None
 
@@ -247,6 +274,7 @@ def test_bounds_include_their_limit_but_below_does_not():
 def test_the_symlog_axis_is_odd_and_grows():
     assert symlog(0.0) == 0 and symlog(-3.0) == -symlog(3.0)
     assert symlog(0.001) == pytest.approx(0.01, rel=0.01), "linear near zero"
+    assert unsymlog(symlog(-7.5)) == pytest.approx(-7.5)
     assert symlog(100.0) - symlog(10.0) == pytest.approx(2.3, abs=0.02), "logarithmic far from it"
 
 

@@ -189,16 +189,35 @@ def test_other_text_under_the_same_name_is_another_grid(base, tmp_path):
         record(lay_out(request, out, print, base), [])
 
 
+def test_a_tokenizer_left_behind_by_an_interrupted_request_for_other_text_is_refused(base, tmp_path):
+    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    lay_out(request, out, print, base)  # and no grid.json: interrupted
+    (tmp_path / "other.txt").write_text("other words\n" * 300)
+    other = replace(base, data=replace(base.data, data=(str(tmp_path / "other.txt"),)))
+    with pytest.raises(RunError, match="tokenizer was fitted for another command"):
+        lay_out(request, out, print, other)
+    lay_out(request, out, print, base)
+
+
+def test_a_grid_from_before_a_field_existed_is_the_same_grid(base, tmp_path):
+    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    record(lay_out(request, out, print, base), [])
+    known = json.loads((out / "grid.json").read_text())
+    del known["recipes"]["paper"]["config"]["objective"]["z_loss"]
+    (out / "grid.json").write_text(json.dumps(known))
+    record(lay_out(request, out, print, base), [])
+
+
 def test_more_threads_are_the_same_grid(base, tmp_path):
     out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     record(lay_out(request, out, print, replace(base, training=replace(base.training, threads=2))), [])
 
 
-def test_the_papers_own_configuration_differs_from_the_paper_in_the_mended_leak_alone():
+def test_the_papers_own_configuration_differs_from_the_paper_in_guards_and_the_mended_leak_alone():
     common = apply_recipe(preset("paper-44m"), "paper")
     found = differences(common, "paper-44m", epochs=4.0, bf16=True)
-    assert [difference.field for difference in found] == ["tokenizer is fitted on"]
+    assert [difference.field for difference in found] == ["bad steps", "tokenizer is fitted on"]
 
 
 def test_every_difference_of_a_small_scale_is_listed_without_telling_folders():

@@ -83,9 +83,15 @@ def test_what_varied_is_named_by_condition_and_the_rest_is_fixed(grid):
         "model.readout", "model.inter_loop_norm", "objective.placement", "objective.norm_penalty", "training.seed",
     }  # fmt: skip
     assert kinds["training.lr"] == kinds["data.tokenizer"] == "fixed"
-    assert table.note == ONLY_FACTORS
+    assert table.note == f"{ONLY_FACTORS} No guard had to act."
     penalties = next(row[2] for row in table.rows if row[0] == "objective.norm_penalty")
     assert "0.01 (terminal+penalty, per-loop+penalty)" in penalties
+
+
+def test_a_row_that_a_guard_touched_is_named(grid):
+    event = {"kind": "event", "step": 3, "event": "skip", "message": "step 3 has no finite loss"}
+    (grid / "rows" / "per-loop+raw-s42" / "metrics.jsonl").write_text(json.dumps(event) + "\n")
+    assert "A guard skipped or rolled back steps of per-loop+raw-s42 (1)." in tables(grid)["fixed_and_varied"].note
 
 
 def test_anything_else_that_varied_is_called_out(grid):
@@ -93,7 +99,7 @@ def test_anything_else_that_varied_is_called_out(grid):
     other = replace(config, training=replace(config.training, lr=0.5, threads=7))
     RunFolder(grid / "rows" / "per-loop+raw-s101").create(other)
     note = tables(grid)["fixed_and_varied"].note
-    assert note == "These vary besides the named factors: training.lr."
+    assert note.startswith("These vary besides the named factors: training.lr.")
 
 
 def test_the_folders_of_the_text_are_not_told(grid):

@@ -57,7 +57,7 @@ class Reproduce:
     threads: int = 1
     """CPU threads of a row."""
     gpus_per_row: int = 0
-    """GPUs of a row."""
+    """GPUs of a row: 0 or 1."""
     retries: int = 2
     """Further attempts at a row whose process crashed."""
     rebuild: bool = False
@@ -183,7 +183,8 @@ def _claims_table(claims: list[dict[str, Any]], title: str) -> Table:
 def _in_words(out: Path, results: Results, failing: list[dict[str, Any]]) -> str:
     lines = [f"{claim['id']} does not hold at this scale: {claim['reason']}" for claim in failing]
     lines += [f"{failure.name} failed: {failure.error} (log in {out}/rows)" for failure in results.failures]
-    differences = {d["field"] for recipe in results.grid["recipes"].values() for d in recipe["differences"]}
-    lines.append(f"{len(differences)} differences from the paper: {out}/tables/differences.md")
+    for recipe in results.recipes():
+        count, suffix = len(results.grid["recipes"][recipe]["differences"]), "" if recipe == "paper" else f"-{recipe}"
+        lines.append(f"{count} differences from the paper: {out}/tables/differences{suffix}.md")
     lines.append(f"{len(results.rows)} rows; claims.json, tables and figures in {out}")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +67,26 @@ def make_backend(on: str, *, rows_at_once: int | None, threads: int, gpus: int, 
         return Ray(address or None, rows_at_once=rows_at_once, threads=threads, gpus=gpus, retries=retries)
     if on != "here":
         raise ConfigError.of("on", on, "expected here, ray, or ray:ADDRESS")
-    return Here(rows_at_once or max(1, usable_cores() // threads), threads, gpus)
+    slots = rows_at_once or max(1, usable_cores() // threads)
+    if gpus == 0:
+        return Here(slots, threads)
+    devices = visible_gpus()
+    if gpus > 1 or not devices:
+        raise ConfigError.of("gpus_per_row", gpus, f"a row uses at most one GPU, and this machine shows {len(devices)}")
+    return Here(min(slots, len(devices)), threads, devices)
 
 
 def usable_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [device.strip() for device in named.split(",") if device.strip()]
+    return [str(number) for number in range(importlib.import_module("torch").cuda.device_count())]
 
 
 # --- this machine ----------------------------------------------------------------------------------------------------
@@ -84,7 +98,8 @@ class Here:
 
     slots: int
     threads: int = 1
-    gpus: int = 0
+    gpus: Sequence[str] = ()
+    """One for every slot, or none."""
 
     def __post_init__(self) -> None:
         self._running: dict[int, _Process] = {}
@@ -93,10 +108,7 @@ class Here:
         """Start the row's process in the first free slot."""
         self._running = {slot: process for slot, process in self._running.items() if process.poll() is None}
         slot = next(number for number in range(self.slots) if number not in self._running)
-        extra = {}
-        if self.gpus:
-            first = slot * self.gpus
-            extra["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in range(first, first + self.gpus))
+        extra = {"CUDA_VISIBLE_DEVICES": self.gpus[slot]} if self.gpus else {}
         self._running[slot] = _Process(launch(spec.to_json(), folder, self.threads, wait=0.0, extra=extra))
         return self._running[slot]
 
@@ -115,7 +127,8 @@ class _Process:
         self.process.terminate()
 
     def kill(self) -> None:
-        self.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its audit, too: a row leads a session of its own
 
 
 def launch(

@@ -118,6 +118,7 @@ def differences(common: Config, scale: str, *, epochs: float | None, bf16: bool 
         found.append(Difference("length", f"{PAPER_EPOCHS} epochs", f"{trained} ({common.training.steps} steps)"))
     if bf16 is False:
         found.append(Difference("precision", "bfloat16 autocast", "float32"))
+    found.append(Difference("bad steps", "taken", "skipped or rolled back by a guard"))
     found.append(Difference("tokenizer is fitted on", "training and validation text", "training text alone"))
     return found
 

@@ -15,10 +15,10 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from loopscope.experiments.conditions import CONDITIONS
-from loopscope.experiments.evidence import LINEAR_BELOW, ROLLOUT
+from loopscope.experiments.evidence import ROLLOUT, symlog, unsymlog
 from loopscope.experiments.results import Measure, Results, RowResult, View, exit_failure, final_norm, finite, mean
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
@@ -100,6 +100,9 @@ def _plain(axis: Axis) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
 
 
+EXIT_TICKS = (-10, -3, -1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30, 100)
+"""Nats."""
+
 # --- Figure 1: the 2×2 plane -----------------------------------------------------------------------------------------
 
 
@@ -107,7 +110,8 @@ def exit_plane(view: View) -> Figure | None:
     """Exit failure CE(1) − CE(K) against the final norm: placement moves one, the readout the other."""
     figure, (axes,) = _figure()
     axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=LINEAR_BELOW)
+    axes.set_yscale("function", functions=(symlog, unsymlog))
+    axes.yaxis.set_major_locator(FixedLocator(EXIT_TICKS))
     if not _points(axes, view, final_norm, exit_failure):
         return None
     axes.margins(0.08)

@@ -33,15 +33,18 @@ from loopscope.experiments.conditions import (
     apply_recipe,
     differences,
 )
-from loopscope.machine import versions
+from loopscope.machine import git_state, versions
 from loopscope.presets import preset
-from loopscope.runs import git_state, write_atomically
+from loopscope.runs import write_atomically
 
 SCHEMA_VERSION = 1
 EXTRA_LOOPS = 4
 """Loops beyond the trained depth at which a row is evaluated too."""
 HOW_NOT_WHAT = frozenset({"threads"})
 """Fields in which a finished row may differ from the one asked for: they say how it was run, not what it learned."""
+
+FLAGS = frozenset({"scale", "steps", "data", "valid", "test_data", "eval_tokens"})
+"""Fields that `loopscope reproduce` has a flag for."""
 
 Say = Callable[[str], None]
 
@@ -138,6 +141,7 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
     """
     base = base or request.base()
     with _locked(out):
+        _check_tokenizer(base, out)
         prepared = prepare(base, out / "tokenizer", say)
     windows = _windows(base, prepared)
     steps = request.steps
@@ -147,6 +151,15 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
     common = apply_recipe(replace(base, training=_intervals(base, max(1, steps))), request.recipe)
     epochs = common.training.steps * common.training.batch / windows
     return Grid(out=out, request=request, common=common, epochs=epochs, data=prepared.manifest())
+
+
+def _check_tokenizer(base: Config, out: Path) -> None:
+    """Refuse a tokenizer that an interrupted request for other text left behind; note what this one is fitted on."""
+    mark = out / ".tokenizer-of"
+    asked = json.dumps([*config_to_dict(base)["data"].values(), base.model.vocab_size])
+    if mark.exists() and mark.read_text("utf-8") != asked and not (out / "grid.json").exists():
+        raise RunError(f"{out}/tokenizer was fitted for another command, which was interrupted; choose another --out")
+    write_atomically(mark, asked)
 
 
 def record(grid: Grid, command: list[str]) -> None:
@@ -178,10 +191,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
     """Name and both values of the first field in which two configurations would learn something else."""
+    known = config_to_dict(config_from_dict(before))  # fields that are newer than the file get their defaults
     for section, fields in now.items():
         for name, value in fields.items():
-            if name not in HOW_NOT_WHAT and value != before[section][name]:
-                return name, before[section][name], value
+            if name not in HOW_NOT_WHAT and value != known[section][name]:
+                return name, known[section][name], value
     return None
 
 
@@ -232,8 +246,8 @@ def _check_same(grid: Grid, before: dict[str, Any]) -> None:
 
 
 def _other_grid(out: Path, name: str, before: object, now: object) -> RunError:
-    flag = name.replace("_", "-")
-    return RunError(f"{out} holds a grid with {name} = {before!r}, not {now!r} (flag --{flag}); choose another --out")
+    flag = f" (flag --{name.replace('_', '-')})" if name in FLAGS else ""
+    return RunError(f"{out} holds a grid with {name} = {before!r}, not {now!r}{flag}; choose another --out")
 
 
 def _windows(base: Config, prepared: Prepared) -> int:

@@ -46,7 +46,7 @@ def corners(results: Results, seed: int) -> list[Corner]:
     """The finished corners of a seed, in the paper's order."""
     found = []
     for row in results.rows:
-        if row.seed != seed or row.audit is None:
+        if row.seed != seed or row.recipe != "paper" or CONDITIONS[row.condition] not in CORE or row.audit is None:
             continue
         depths = row.evaluation["splits"]["valid"]["depths"][: row.num_loops]
         blind = [variable["name"] for variable in row.audit["variables"] if variable["verdict"] == "blind"]
@@ -91,7 +91,7 @@ def _audits(four: Sequence[Corner]) -> str:
 
 def _conclusion(ratio: float, rmsnorm: Corner, raw: Corner) -> str:
     if ratio < CLEAR:
-        return "So few steps do not show the blind spot in the norms yet; try more --steps."
+        return "So few steps do not show it in the norms yet; try: loopscope quickstart --steps 600 --out runs/longer"
     if (rmsnorm.verdict, raw.verdict) != ("blind-spot", "controlled"):
         return "The norms differ as the paper says, and the audits do not: please report this."
     return "The norm readout hides scale from the loss, and the loop goes on carrying it."

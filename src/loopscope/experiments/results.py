@@ -15,6 +15,8 @@ from loopscope.experiments.conditions import CONDITIONS
 from loopscope.runs import RunFolder
 
 SPLITS = ("valid", "test")
+GUARDED = ("skip", "rolled-back")
+"""Events of metrics.jsonl by which a guard changes a run."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class RowResult:
     audit: dict[str, Any] | None
     manifest: dict[str, Any]
     seconds: float
+    guarded: int = 0
+    """Steps that a guard skipped or rolled back: the row was not trained quite like the others."""
 
     @property
     def num_loops(self) -> int:
@@ -144,6 +148,7 @@ def _row(folder: Path, record: dict[str, Any]) -> RowResult:
             audit=_read(folder / "audit.json") if (folder / "audit.json").exists() else None,
             manifest=_read(folder / "manifest.json"),
             seconds=sum(record.get("seconds", {}).values()),
+            guarded=sum(row.get("event") in GUARDED for row in RunFolder(folder).read_metrics()),
         )
     except KeyError as error:
         raise RunError(f"{folder}/row.json has no {error}; it was not written by loopscope reproduce") from None
@@ -178,15 +183,15 @@ def deviation(values: Iterable[float]) -> float | None:
     return math.sqrt(sum((value - middle) ** 2 for value in listed) / (len(listed) - 1))
 
 
-def shown(value: float | None, digits: int = 4) -> str:
-    """A number for people: significant digits, thousands apart, no exponent where it can be avoided."""
+def shown(value: float | None, digits: int = 4, sign: str = "") -> str:
+    """A number for people: significant digits, thousands apart, no exponent where avoidable; `sign` may be +."""
     if value is None:
         return "–"
     size = abs(value)
     if size and (size < 1e-3 or size >= 1e7):
-        return f"{value:.{digits - 2}e}"
+        return f"{value:{sign}.{digits - 2}e}"
     decimals = max(0, digits - 1 - math.floor(math.log10(size))) if size else 0
-    return f"{value:,.{decimals}f}"
+    return f"{value:{sign},.{decimals}f}"
 
 
 # --- measures that claims, tables and figures share ------------------------------------------------------------------

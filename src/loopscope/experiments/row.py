@@ -141,7 +141,8 @@ def train_row(spec: RowSpec, run: RunFolder) -> Outcome:
         run.create(config)
         run.write_manifest(manifest(config, setup, data.manifest(), trainer))
         trainer.listeners = (*make_trackers(config, run.path), lambda row: say(_line(row, config.training.steps)))
-        return trainer.train()
+        outcome = trainer.train()
+        return "interrupted" if trainer.was_signalled else outcome
 
 
 def _make_trainer(spec: RowSpec, run: RunFolder, data: Any, ranks: Any, setup: Any) -> Trainer:

@@ -196,6 +196,8 @@ def fixed_and_varied_table(view: View) -> Table:
     rows += [[field, "fixed", next(iter(found))] for field, found in fixed.items()]
     others = unexpected_variation(varied)
     note = f"These vary besides the named factors: {', '.join(others)}." if others else ONLY_FACTORS
+    guarded = [f"{row.condition}-s{row.seed} ({row.guarded})" for row in view.rows if row.guarded]
+    note += f" A guard skipped or rolled back steps of {', '.join(guarded)}." if guarded else " No guard had to act."
     return Table("fixed_and_varied", "What was fixed and what varied", ["field", "", "value"], rows, note)
 
 
@@ -216,16 +218,23 @@ def claims_table(claims: list[dict[str, Any]]) -> Table:
         ours = "; ".join(f"{quantity['name']}: {measured(quantity)}" for quantity in told)
         paper = "; ".join(f"{value['value']} [{value['source']}]" for value in claim["paper"])
         verdict = claim["verdict"] if claim["quantities"] else f"{claim['verdict']}: {claim['reason']}"
+        absent = [quantity["name"] for quantity in claim["quantities"] if quantity["rule"] and not quantity["n"]]
+        verdict += f" ({'; '.join(absent)})" if absent and told else ""
         rows.append([claim["id"], claim["title"], claim["rule"], ours or "–", paper, verdict])
     header = ["", "claim", "rule", "here (validation text)", "paper", "verdict"]
-    note = "Here: mean over seeds [95 % bootstrap interval], n seeds. P: abstract and project page; R: a review."
+    note = (
+        "Here: mean over seeds [95 % bootstrap interval; of two or three seeds that is their range], n seeds. "
+        "P: abstract and project page; R: a review."
+    )
     return Table("claims", "Claims", header, rows, note)
 
 
 def measured(quantity: dict[str, Any]) -> str:
     """Mean, interval and n of a quantity of claims.json."""
-    interval = "" if quantity["low"] is None else f" [{shown(quantity['low'])}, {shown(quantity['high'])}]"
-    return f"{shown(quantity['mean'])}{interval}, n = {quantity['n']}"
+    sign = "+" if quantity["name"].endswith("with its sign") else ""
+    low, middle, high = (shown(quantity[name], sign=sign) for name in ("low", "mean", "high"))
+    interval = "" if quantity["low"] is None else f" [{low}, {high}]"
+    return f"{middle}{interval}, n = {quantity['n']}"
 
 
 def depths_csv(results: Results) -> str:

@@ -18,9 +18,9 @@ import torch
 from loopscope.config import Config, config_to_dict
 from loopscope.data.tokenizers import load_tokenizer
 from loopscope.errors import RunError
-from loopscope.machine import Choice, automatic_choices, choose_device, resolve_compile, versions
+from loopscope.machine import Choice, automatic_choices, choose_device, git_state, resolve_compile, versions
 from loopscope.model.looped_lm import LoopedLM, build
-from loopscope.runs import RunFolder, git_state
+from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from loopscope.training.trainer import Trainer
 

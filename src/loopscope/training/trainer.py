@@ -141,6 +141,11 @@ class Trainer:
                     self.save()
         return "finished"
 
+    @property
+    def was_signalled(self) -> bool:
+        """Whether somebody asked to stop, be it during the last step."""
+        return self._signal is not None
+
     def _advance(self) -> Literal["go on", "stop"]:
         """One step under guard; after a rollback the step counter has moved back."""
         started = time.perf_counter()
