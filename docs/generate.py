@@ -1,19 +1,28 @@
-"""Write the pages that come from the code: docs/cli.md from the command line's own help.
+"""Write what comes from the code and from records: docs/cli.md from the command line's own help, and the claims table
+of the README from the newest record.
 
 python docs/generate.py          (or: make docs)
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from loopscope.cli import VERBS
+from loopscope.experiments.tables import Table, claims_table
 
-PAGE = Path(__file__).parent / "cli.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "cli.md"
+README = ROOT / "README.md"
 WIDTH = "110"
+SHOWN = ("", "claim", "here (validation text)", "verdict")
+"""Columns of the claims table that the README has room for."""
+MARKED = re.compile(r"(<!-- claims: written by make docs -->\n).*?(<!-- end of claims -->)", flags=re.DOTALL)
 
 
 def cli_reference() -> str:
@@ -31,5 +40,17 @@ def _section(arguments: list[str]) -> str:
     return f"## {title}\n\n```\n{lines}\n```\n"
 
 
+def with_claims(readme: str) -> str:
+    """The README with the claims of the newest record, paper recipe, validation text, between its marks."""
+    record = max((ROOT / "records").iterdir())
+    listed = json.loads((record / "claims.json").read_text("utf-8"))["claims"]
+    whole = claims_table([claim for claim in listed if (claim["recipe"], claim["split"]) == ("paper", "valid")])
+    columns = [whole.header.index(name) for name in SHOWN]
+    rows = [[row[column] for column in columns] for row in whole.rows]
+    table = Table("claims", "", list(SHOWN), rows, whole.note).markdown().split("\n", 2)[2]
+    return MARKED.sub(lambda marks: marks[1] + table.rstrip() + "\n" + marks[2], readme)
+
+
 if __name__ == "__main__":
     PAGE.write_text(cli_reference(), encoding="utf-8")
+    README.write_text(with_claims(README.read_text("utf-8")), encoding="utf-8")

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -47,12 +48,28 @@ def test_documented_python_runs(page, capsys):
         exec(compile(block, page, "exec"), {})
 
 
-def test_the_command_line_reference_is_what_help_prints():
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None and spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_command_line_reference_is_what_help_prints(generate):
     assert PAGES["cli.md"] == generate.cli_reference(), "run `make docs`"
+
+
+def test_the_claims_of_the_readme_are_those_of_the_newest_record(generate):
+    assert generate.with_claims(README) == README, "run `make docs`"
+    assert "| C11 |" in README
+
+
+def test_every_file_that_a_page_links_to_is_there():
+    for name, text in TEXTS.items():
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+            assert ((ROOT / name).parent / target).exists(), f"{name} links to {target}"
 
 
 def test_the_readme_tree_names_every_source_file_with_a_comment():
