@@ -47,7 +47,7 @@ def with_claims(readme: str) -> str:
     whole = claims_table([claim for claim in listed if (claim["recipe"], claim["split"]) == ("paper", "valid")])
     columns = [whole.header.index(name) for name in SHOWN]
     rows = [[row[column] for column in columns] for row in whole.rows]
-    table = Table("claims", "", list(SHOWN), rows, whole.note).markdown().split("\n", 2)[2]
+    table = Table("claims", "", list(SHOWN), rows, whole.note.partition(" P: ")[0]).markdown().split("\n", 2)[2]
     return MARKED.sub(lambda marks: marks[1] + table.rstrip() + "\n" + marks[2], readme)
 
 

@@ -234,3 +234,12 @@ def test_failed_rows_are_listed_and_unfinished_ones_left_out(grid):
     results = read_results(grid)
     assert [(failure.name, failure.error) for failure in results.failures] == [("per-loop+raw-s42", "boom")]
     assert len(results.rows) == 17
+
+
+def test_a_damaged_result_is_named_with_what_to_do(grid):
+    folder = grid / "rows" / "per-loop+raw-s42"
+    (folder / "audit.json").write_text("{broken")
+    with pytest.raises(
+        RunError, match=f"cannot read {re.escape(str(folder))}/audit.json: .*; delete {re.escape(str(folder))} "
+    ):
+        read_results(grid)

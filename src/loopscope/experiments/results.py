@@ -158,7 +158,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path}: {error}") from error
+        again = f"; delete {path.parent} and run the same command again" if path.parent.parent.name == "rows" else ""
+        raise RunError(f"cannot read {path}: {error}{again}") from error
 
 
 def finite(value: object) -> float | None:
