@@ -197,6 +197,20 @@ def test_figures_change_with_their_numbers(grid):
     assert [name for name in names if (grid / "figures" / name).read_bytes() == before[name]] == []
 
 
+def test_the_frontier_does_not_take_the_noise_of_a_busy_machine_for_a_slow_condition(grid):
+    from loopscope.experiments.figures import frontier
+
+    def busy(evaluation, audit):
+        for each in evaluation["throughput"]:
+            each["tokens_per_second"] /= 3
+
+    write_row(grid, "per-loop+raw", 42, change=busy)
+    figure = frontier(read_results(grid).view("paper"))
+    assert figure is not None
+    speeds = {tuple(line.get_xdata()) for line in figure.axes[0].get_lines()}
+    assert speeds == {(50_000, 25_000, 50_000 / 3, 12_500)}
+
+
 def test_figures_that_have_no_numbers_are_not_drawn(grid):
     for path in grid.glob("rows/*/audit.json"):
         path.unlink()

@@ -101,8 +101,7 @@ def evaluation(shape: Shape, factor: float, steps: int) -> dict[str, Any]:
         for k, (c, n) in enumerate(zip(ce, norms(shape, factor, 8), strict=True), start=1)
     ]
     splits = {name: {"tokens": 8192, "bytes": 16000, "depths": depths} for name in ("valid", "test")}
-    speed = [{"k": k, "tokens_per_second": 60_000 * factor / (k + 0.3)} for k in range(1, K + 1)]
-    return {"schema_version": 1, "step": steps, "tokenizer": "bpe", "splits": splits, "throughput": speed}
+    return {"schema_version": 1, "step": steps, "tokenizer": "bpe", "splits": splits}
 
 
 def audit(condition: str, shape: Shape, factor: float, steps: int) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from loopscope.report.series import (
     alpha_changes,
     at_depths,
     audited,
-    by_speed,
     common,
     each_run,
     largest,
@@ -61,7 +60,6 @@ SHARE = Axis("radial gradient share (0 to 1)", "log", floor=SMALLEST_SHARE, show
 NEEDS_AUDIT = "no run has been audited; loopscope audit RUN writes audit.json into a run's folder."
 NEEDS_EVAL = "no run has been evaluated on validation text yet."
 NEEDS_METRICS = "no run has logged a step yet."
-NEEDS_SPEED = "no eval.json holds a throughput; loopscope reproduce measures it."
 
 
 def plane(groups: Sequence[Group]) -> Chart:
@@ -237,29 +235,6 @@ def frontier(groups: Sequence[Group]) -> Chart:
         layout=_framed(layout(x, y, lines, *_trained_depth(groups, lines)), top, lines),
         table=splits_table(groups, name, of),
         missing=NEEDS_EVAL,
-        note=" ".join(part for part in (note, leaving) if part),
-    )
-
-
-def frontier_by_speed(groups: Sequence[Group]) -> Chart:
-    """The same against tokens per second: the compute–quality frontier (Figure 4)."""
-    name, of, note = quality(groups)
-    lines = lines_of(groups, by_speed(of))
-    x, y = Axis("tokens per second", "log"), Axis(name, "log")
-    top, leaving = _frame(lines, groups, of, name)
-    pairs = [[f"{plain(a)}: {plain(b)}" for a, b in zip(line.xs, line.ys, strict=True)] for line in lines]
-    return Chart(
-        name="frontier-speed",
-        title="Quality against speed",
-        look="Look at the lower right: further right is faster, lower is better. Each line runs from all loops on the "
-        "left to one loop on the right.",
-        traces=line_traces(lines, x, y),
-        layout=_framed(layout(x, y, lines), top, lines),
-        table=Table(
-            ["run", f"tokens per second: {name}, from one loop on"],
-            [[line.label, "; ".join(cells)] for line, cells in zip(lines, pairs, strict=True)],
-        ),
-        missing=NEEDS_SPEED,
         note=" ".join(part for part in (note, leaving) if part),
     )
 

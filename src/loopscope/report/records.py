@@ -32,7 +32,6 @@ class Depth:
     ce: float | None
     norm: float | None
     bits_per_byte: float | None = None
-    tokens_per_second: float | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -137,10 +136,7 @@ class Run:
     def splits(self) -> dict[str, list[Depth]]:
         """Scores of eval.json by split, validation text first; `loopscope eval` writes one split without a name."""
         parts = {"": self.evaluation, **mapping(self.evaluation.get("splits"))}
-        speeds = {
-            row.get("k"): number(row.get("tokens_per_second")) for row in mappings(self.evaluation.get("throughput"))
-        }
-        found = {name: _depths(mapping(part).get("depths"), speeds) for name, part in parts.items()}
+        found = {name: _depths(mapping(part).get("depths")) for name, part in parts.items()}
         return {name: found[name] for name in sorted(found, key=_split_order) if found[name]}
 
     @property
@@ -291,16 +287,10 @@ def _read_reproduction(folder: Path) -> Reproduction:
     return Reproduction(name=folder.resolve().name, grid=grid, claims=claims, problems=problems)
 
 
-def _depths(value: object, speeds: dict[Any, float | None]) -> list[Depth]:
+def _depths(value: object) -> list[Depth]:
     rows = {k: row for row in mappings(value) if (k := integer(row.get("k"))) is not None}
     return [
-        Depth(
-            k,
-            number(row.get("ce")),
-            number(row.get("norm")),
-            number(row.get("bits_per_byte")),
-            number(row.get("tokens_per_second")) or speeds.get(k),
-        )
+        Depth(k, number(row.get("ce")), number(row.get("norm")), number(row.get("bits_per_byte")))
         for k, row in sorted(rows.items())
     ]
 

@@ -34,11 +34,6 @@ def at_depths(of: OfDepth) -> Callable[[Run], Points]:
     return lambda run: [(depth.k, of(depth)) for depth in run.depths]
 
 
-def by_speed(of: OfDepth) -> Callable[[Run], Points]:
-    """A quantity against the tokens per second of its depth."""
-    return lambda run: [(d.tokens_per_second, of(d)) for d in run.depths if d.tokens_per_second]
-
-
 def while_training(name: str, of: Callable[[list[float | None]], float | None]) -> Callable[[Run], Points]:
     """A quantity that training logs per loop, as one value per step."""
 
