@@ -1,5 +1,5 @@
 """Write what comes from the code and from records: docs/cli.md from the command line's own help, and the claims table
-of the README from the newest record.
+of the README from the record that its mark names.
 
 python docs/generate.py          (or: make docs)
 """
@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 WIDTH = "110"
 SHOWN = ("", "claim", "here (validation text)", "verdict")
 """Columns of the claims table that the README has room for."""
-MARKED = re.compile(r"(<!-- claims: written by make docs -->\n).*?(<!-- end of claims -->)", flags=re.DOTALL)
+MARKED = re.compile(r"(<!-- claims of (\S+): written by make docs -->\n).*?(<!-- end of claims -->)", flags=re.DOTALL)
 
 
 def cli_reference() -> str:
@@ -41,14 +41,18 @@ def _section(arguments: list[str]) -> str:
 
 
 def with_claims(readme: str) -> str:
-    """The README with the claims of the newest record, paper recipe, validation text, between its marks."""
-    record = max((ROOT / "records").iterdir())
+    """The README with the claims of a record between its marks."""
+    return MARKED.sub(lambda marks: f"{marks[1]}{_claims_of(ROOT / marks[2])}\n{marks[3]}", readme)
+
+
+def _claims_of(record: Path) -> str:
+    """The claims under the paper's recipe on validation text, as Markdown."""
     listed = json.loads((record / "claims.json").read_text("utf-8"))["claims"]
     whole = claims_table([claim for claim in listed if (claim["recipe"], claim["split"]) == ("paper", "valid")])
     columns = [whole.header.index(name) for name in SHOWN]
     rows = [[row[column] for column in columns] for row in whole.rows]
-    table = Table("claims", "", list(SHOWN), rows, whole.note.partition(" P: ")[0]).markdown().split("\n", 2)[2]
-    return MARKED.sub(lambda marks: marks[1] + table.rstrip() + "\n" + marks[2], readme)
+    table = Table("claims", "", list(SHOWN), rows, whole.note.partition(" P: ")[0])
+    return table.markdown().split("\n", 2)[2].rstrip()
 
 
 if __name__ == "__main__":
