@@ -14,14 +14,12 @@ import sys
 from pathlib import Path
 
 from loopscope.cli import VERBS
-from loopscope.experiments.tables import Table, claims_table
+from loopscope.experiments.tables import claims_table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "cli.md"
 README = ROOT / "README.md"
 WIDTH = "110"
-SHOWN = ("", "claim", "here (validation text)", "verdict")
-"""Columns of the claims table that the README has room for."""
 MARKED = re.compile(r"(<!-- claims of (\S+): written by make docs -->\n).*?(<!-- end of claims -->)", flags=re.DOTALL)
 
 
@@ -48,11 +46,8 @@ def with_claims(readme: str) -> str:
 def _claims_of(record: Path) -> str:
     """The claims under the paper's recipe on validation text, as Markdown."""
     listed = json.loads((record / "claims.json").read_text("utf-8"))["claims"]
-    whole = claims_table([claim for claim in listed if (claim["recipe"], claim["split"]) == ("paper", "valid")])
-    columns = [whole.header.index(name) for name in SHOWN]
-    rows = [[row[column] for column in columns] for row in whole.rows]
-    table = Table("claims", "", list(SHOWN), rows, whole.note.partition(" P: ")[0])
-    return table.markdown().split("\n", 2)[2].rstrip()
+    table = claims_table([claim for claim in listed if (claim["recipe"], claim["split"]) == ("paper", "valid")])
+    return table.markdown().split("\n", 2)[2].rstrip()  # without its heading
 
 
 if __name__ == "__main__":

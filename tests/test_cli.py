@@ -154,6 +154,16 @@ def test_a_closed_pipe_is_not_an_error():
     assert "Traceback" not in result.stderr
 
 
+def test_a_bug_of_ours_is_no_finding(monkeypatch, capsys):
+    def broken(self):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(VERBS["env"], "run", broken)
+    assert main(["env"]) == 70
+    output = capsys.readouterr()
+    assert "Traceback" in output.err and "this is a bug in loopscope" in output.err and output.out == ""
+
+
 def test_a_terminal_without_unicode_still_gets_its_help():
     result = loopscope("--help", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert result.returncode == 0 and "examples:" in result.stdout

@@ -75,14 +75,17 @@ def test_every_file_that_a_page_links_to_is_there():
 
 def test_the_readme_tree_names_every_source_file_with_a_comment():
     tree = next(block for block in blocks(README, "") if block.startswith("src/loopscope"))
-    described = dict(re.findall(r"^ *(\S+\.py) +(\S.*)$", tree, flags=re.MULTILINE))
-    for folder in ("src/loopscope", "benchmarks"):
-        for path in (ROOT / folder).rglob("*.py"):
-            if path.name == "__init__.py" and path.parent.name not in ("loopscope", "cli"):
-                continue  # packages say what they are in their own docstring
-            assert path.name in described, f"{path.relative_to(ROOT)} is missing from the README's tree"
-    files = {path.name for folder in ("src", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")}
-    assert described.keys() <= files, "the tree names files that do not exist"
+    described, folders = set(), []
+    for indent, name, comment in re.findall(r"^( *)(\S+)(?: +(\S.*))?$", tree, flags=re.MULTILINE):
+        folders = folders[: len(indent) // 2]
+        if name.endswith("/"):
+            folders.append(name)
+        elif name.endswith(".py") and comment:
+            described.add("".join([*folders, name]))
+    files = {path.relative_to(ROOT) for folder in ("src", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    packages = ("loopscope", "cli")  # the others say what they are in their own docstring
+    files = {str(path) for path in files if path.name != "__init__.py" or path.parent.name in packages}
+    assert described == files
 
 
 def test_every_page_is_in_the_index():

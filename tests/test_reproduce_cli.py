@@ -99,13 +99,30 @@ def test_two_invocations_share_the_rows(texts, tmp_path):
 
 
 def test_a_row_that_cannot_be_done_is_reported_with_its_reason(texts, tmp_path, capsys):
-    arguments = command(texts, tmp_path / "out", "--conditions", "per-loop+raw", "--seeds", "1", "--steps", "2")
-    position = arguments.index("--test-data") + 1
-    arguments[position] = "nowhere.txt"
-    assert main(arguments) == 1
+    flags = ["--conditions", "per-loop+raw", "--seeds", "1", "--steps", "2", "--retries", "0"]
+    row = tmp_path / "out" / "rows" / "per-loop+raw-s42"
+    row.mkdir(parents=True)
+    (row / "checkpoints").write_text("a file where a folder should be")
+    assert main(command(texts, tmp_path / "out", *flags)) == 1
     output = capsys.readouterr()
-    assert "per-loop+raw-s42 failed: no such file: nowhere.txt" in output.out
+    assert "per-loop+raw-s42 failed: exit code 1: FileExistsError" in output.out
     assert "  | " in output.err, "the end of its log"
+    (row / "checkpoints").unlink()
+    assert main(command(texts, tmp_path / "out", *flags)) in (0, 1)
+    assert "failed" not in capsys.readouterr().out
+
+
+def test_a_damaged_result_is_measured_again_by_the_same_command(texts, tmp_path, capsys):
+    flags = ["--conditions", "per-loop+raw", "--seeds", "1", "--steps", "2", "--no-audit"]
+    main(command(texts, tmp_path / "out", *flags))
+    path = tmp_path / "out" / "rows" / "per-loop+raw-s42" / "eval.json"
+    before = json.loads(path.read_text())["splits"]
+    path.write_text(path.read_text()[:100])
+    capsys.readouterr()
+    assert main([*command(texts, tmp_path / "out", *flags), "--rebuild"]) == 2
+    assert "given again without --rebuild, makes it anew" in capsys.readouterr().err
+    main(command(texts, tmp_path / "out", *flags))
+    assert json.loads(path.read_text())["splits"] == before
 
 
 def test_rebuilding_needs_no_rows_to_run_and_exits_by_the_verdicts(tmp_path, capsys):
@@ -134,6 +151,8 @@ def test_rebuilding_needs_no_rows_to_run_and_exits_by_the_verdicts(tmp_path, cap
         (["--retries", "-1"], "retries = -1"),
         (["--on", "moon"], "on = 'moon': expected here, ray, or ray:ADDRESS"),
         (["--data", "nowhere.txt"], "no such file: nowhere.txt"),
+        (["--test-data", "nowhere.txt"], "no such file: nowhere.txt"),
+        (["--conditions", "2x2:1000000000000"], "must be at most 1000"),
         (["--rebuild"], "has no grid.json"),
     ],
 )

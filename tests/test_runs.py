@@ -50,7 +50,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(path, "new")
-    assert path.read_text() == "old"
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path], "and nothing half-written"
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):

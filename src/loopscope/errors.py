@@ -8,6 +8,7 @@ LoopscopeError                 exit code 2: the user's mistake, told in one sent
 └── UnsupportedError           a combination that this build or machine cannot do
 
 Findings (a blind spot, a claim that fails) are results, not errors: verbs return exit code 1 for them.
+Anything else that escapes is our bug: a traceback and exit code 70, so that no pipeline takes it for a finding.
 `assert` is reserved for our own bugs.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 EXIT_OK = 0
 EXIT_FINDINGS = 1
 EXIT_USAGE = 2
+EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
 

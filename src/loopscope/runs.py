@@ -124,15 +124,38 @@ def _flock_within(file: IO[str], kind: int, seconds: float) -> bool:
             return True
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or a RunError that says why there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise RunError(f"cannot read {path}: it holds no JSON object")
+    return value
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of it."""
+    with file_written_whole(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def file_written_whole(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that becomes `path` when the block ends well, and vanishes when it does not."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    sync_folder(path.parent)
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        error.filename = str(path)  # what the user knows
+        raise
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -136,6 +136,7 @@ def write_grid(out: Path) -> None:
     modern = {**part, "config": config_to_dict(apply_recipe(preset("nano"), "modern"))}
     out.mkdir(parents=True, exist_ok=True)
     grid = {"schema_version": 1, "scale": "nano", "recipes": {"paper": part, "modern": modern}}
+    grid |= {"data": {}, "test_data": None, "eval_tokens": None}
     (out / "grid.json").write_text(json.dumps(grid))
 
 

@@ -147,7 +147,7 @@ def test_a_claim_does_not_hold_while_a_model_it_names_is_missing_but_may_fail_wi
     claim = judged(grid)["C9"]
     assert claim["verdict"] == NOT_MEASURED
     assert "not measured: ΔCE from 1 to K, per-loop+final-only" in claim["reason"]
-    assert "(ΔCE from 1 to K, per-loop+final-only; " in claims_table([claim]).rows[0][-1]
+    assert "(missing: ΔCE from 1 to K, per-loop+final-only; " in claims_table([claim]).rows[0][-1]
     rewrite(grid, "per-loop+penalty", ce_at(2, 4.6, 99.0))
     assert judged(grid)["C9"]["verdict"] == FAILS
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig, config_to_dict
-from loopscope.errors import ConfigError, RunError
+from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.experiments.conditions import (
     CONDITIONS,
     FACTORS,
@@ -167,7 +167,8 @@ def test_requests_add_up_in_one_folder(base, tmp_path):
     [
         ({"scale": "nano"}, {}, "scale"),
         ({"steps": 5}, {}, "steps"),
-        ({"test_data": ("t.txt",)}, {}, "test_data"),
+        ({"test_data": ("TEST",)}, {}, "test_data"),
+        ({"eval_tokens": 7}, {}, "eval_tokens"),
         ({}, {"lr": 0.5}, "lr"),
     ],
 )
@@ -176,6 +177,11 @@ def test_a_folder_holds_one_grid_and_names_what_is_asked_for_differently(
 ):
     out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
+    (out / "rows" / "per-loop+raw-s42").mkdir(parents=True)
+    (out / "rows" / "per-loop+raw-s42" / "eval.json").write_text("{}")
+    (tmp_path / "test.txt").write_text("words to be tested on\n" * 50)
+    if "test_data" in request_change:
+        request_change = {"test_data": (str(tmp_path / "test.txt"),)}
     other = replace(base, training=replace(base.training, **base_change))
     with pytest.raises(RunError, match=f"{named} = .*choose another --out"):
         record(lay_out(replace(request, **request_change), out, print, other), [])
@@ -185,8 +191,45 @@ def test_other_text_under_the_same_name_is_another_grid(base, tmp_path):
     out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     (tmp_path / "train.txt").write_text("an entirely different text\n" * 300)
-    with pytest.raises(RunError, match="data = "):
+    with pytest.raises(RunError, match=r"the text of --data is not what .* was begun with; choose another --out"):
         record(lay_out(request, out, print, base), [])
+
+
+def test_test_text_may_change_until_a_row_was_evaluated_on_it(base, tmp_path):
+    text = tmp_path / "test.txt"
+    text.write_text("words to be tested on\n" * 50)
+    out = tmp_path / "out"
+    request = Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4, test_data=(str(text),))
+    record(lay_out(replace(request, test_data=None), out, print, base), [])
+    record(lay_out(request, out, print, base), [])
+    text.write_text("other words to be tested on\n" * 50)
+    record(lay_out(request, out, print, base), [])
+    (out / "rows" / "per-loop+raw-s42").mkdir(parents=True)
+    (out / "rows" / "per-loop+raw-s42" / "eval.json").write_text("{}")
+    record(lay_out(request, out, print, base), [])
+    text.write_text("words of another kind\n" * 50)
+    with pytest.raises(RunError, match="the text of --test-data is not what"):
+        record(lay_out(request, out, print, base), [])
+
+
+@pytest.mark.parametrize("wrong", ["data", "test_data"])
+def test_a_wrong_file_name_costs_nothing(base, tmp_path, wrong):
+    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    mistaken_base = replace(base, data=replace(base.data, data=("nowhere.txt",))) if wrong == "data" else base
+    mistaken = replace(request, test_data=("nowhere.txt",)) if wrong == "test_data" else request
+    with pytest.raises(DataError, match=r"no such file: nowhere\.txt"):
+        lay_out(mistaken, out, print, mistaken_base)
+    record(lay_out(request, out, print, base), [])
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", "{}", '{"recipes": {"paper": null}}'])
+def test_a_damaged_grid_json_is_one_sentence_that_says_what_to_do(base, tmp_path, content):
+    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    grid = lay_out(request, out, print, base)
+    record(grid, [])
+    (out / "grid.json").write_text(content)
+    with pytest.raises(RunError, match=r"grid\.json.*; move it away and give the command of this grid again"):
+        record(grid, [])
 
 
 def test_a_tokenizer_left_behind_by_an_interrupted_request_for_other_text_is_refused(base, tmp_path):

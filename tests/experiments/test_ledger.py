@@ -28,6 +28,10 @@ def ledger(tmp_path) -> Ledger:
 def write(ledger: Ledger, row: RowSpec, state: str, **more) -> Path:
     run = ledger.run(row)
     run.create(row.config)
+    if state == "finished":
+        step = row.config.training.steps
+        (run.path / "eval.json").write_text(json.dumps({"step": step}))
+        (run.path / "audit.json").write_text(json.dumps({"model": {"step": step}}))
     write_record(run.path, {"state": state, **more})
     return run.path
 
@@ -55,10 +59,18 @@ def test_a_row_runs_while_its_lock_is_held(ledger):
 
 def test_a_finished_row_needs_its_audit_unless_none_is_asked_for(ledger):
     folder = write(ledger, spec(), "finished")
+    assert ledger.status(spec()).state == "finished"
+    (folder / "audit.json").unlink()
     assert ledger.status(spec()).state == "open"
     assert ledger.status(spec(audit=False)).state == "finished"
-    (folder / "audit.json").write_text("{}")
-    assert ledger.status(spec()).state == "finished"
+
+
+@pytest.mark.parametrize("name", ["eval.json", "audit.json", "row.json"])
+@pytest.mark.parametrize("content", ["", "{", "null", "{}", '{"step": 3, "model": {"step": 3}}', "\x00\xff"])
+def test_a_row_with_a_damaged_or_outdated_result_is_open_again(ledger, name, content):
+    folder = write(ledger, spec(), "finished")
+    (folder / name).write_text(content)
+    assert ledger.status(spec()).state == "open"
 
 
 def test_progress_is_the_last_whole_line_of_metrics(ledger):
@@ -208,7 +220,7 @@ def test_a_row_that_another_invocation_has_is_waited_for_and_not_run(ledger):
     def look(overview: Overview) -> None:
         looks.append(overview.rows[0].state)
         if len(looks) == 3:  # the other one gets done
-            write_record(ledger.run(row).path, {"state": "finished"})
+            write(ledger, row, "finished")
             lock.__exit__(None, None, None)
 
     final = Schedule(ledger, [row], backend, on_view=look).run()

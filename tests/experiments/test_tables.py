@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from made_up import row_config, write_made_up_grid, write_row
 
-from loopscope.errors import RunError
+from loopscope.errors import LoopscopeError, RunError
 from loopscope.experiments.claims import judge_all
 from loopscope.experiments.publish import publish
 from loopscope.experiments.results import read_results
@@ -212,9 +212,10 @@ def test_the_frontier_does_not_take_the_noise_of_a_busy_machine_for_a_slow_condi
 
 
 def test_figures_that_have_no_numbers_are_not_drawn(grid):
+    publish(grid, print)
     for path in grid.glob("rows/*/audit.json"):
         path.unlink()
-    publish(grid, print)
+    publish(grid, print)  # and those of before are gone
     assert {path.stem for path in (grid / "figures").iterdir()} == {"figure1_exit_plane", "figure4_frontier"}
 
 
@@ -250,10 +251,36 @@ def test_failed_rows_are_listed_and_unfinished_ones_left_out(grid):
     assert len(results.rows) == 17
 
 
-def test_a_damaged_result_is_named_with_what_to_do(grid):
+@pytest.mark.parametrize("name", ["row.json", "eval.json", "audit.json", "manifest.json", "config.yaml"])
+@pytest.mark.parametrize("content", ["", "{broken", "null", "[]", "{}"])
+def test_a_damaged_result_is_one_sentence_that_names_the_file(grid, name, content):
+    if (name, content) in {("manifest.json", "{}"), *(("config.yaml", empty) for empty in ("", "null", "{}"))}:
+        return  # whole, and short
     folder = grid / "rows" / "per-loop+raw-s42"
-    (folder / "audit.json").write_text("{broken")
-    with pytest.raises(
-        RunError, match=f"cannot read {re.escape(str(folder))}/audit.json: .*; delete {re.escape(str(folder))} "
-    ):
+    (folder / name).write_text(content)
+    with pytest.raises(LoopscopeError, match=re.escape(str(folder / name))):
+        publish(grid, print)
+
+
+@pytest.mark.parametrize("record", [{"condition": "unheard-of"}, {"recipe": 7}, {"seed": None}])
+def test_a_row_of_something_unknown_is_refused(grid, record):
+    path = grid / "rows" / "per-loop+raw-s42" / "row.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | record))
+    with pytest.raises(RunError, match="names no condition, recipe and seed that loopscope knows"):
         read_results(grid)
+
+
+def test_norms_while_training_show_whether_the_contrast_is_settled(grid):
+    for name, norms in {"per-loop+rmsnorm": (900, 450), "per-loop+raw": (3, 6)}.items():
+        for seed in (42, 101, 202):
+            rows = [
+                {"kind": "eval", "step": step, "norm": [1, norm]} for step, norm in zip((5, 10), norms, strict=True)
+            ]
+            path = grid / "rows" / f"{name}-s{seed}" / "metrics.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = tables(grid)["norms_in_training"]
+    assert table.header == ["‖H_K‖ at step", "5", "10"]
+    assert row_of(table, "per-loop + RMSNorm")["5"] == "900.0 ± 0"
+    assert row_of(table, "per-loop: RMSNorm over raw") | {"5": "300.0 ± 0", "10": "75.00 ± 0"} == row_of(
+        table, "per-loop: RMSNorm over raw"
+    )

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_samples import write_reproduction, write_run
 
+from loopscope.cli import main
 from loopscope.cli.report import Report
 from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedError
 from loopscope.report import build
@@ -515,7 +516,7 @@ def test_rows_that_were_asked_for_and_never_started_are_counted(reproduction, tm
     shutil.rmtree(folder / "rows" / "per-loop+penalty-s42")
     write_run(tmp_path / "another")
     sentences = " ".join(build_report([folder, tmp_path / "another"]).verdict.sentences)
-    assert "1 of 9 rows have not been started" in sentences
+    assert "1 of 9 rows are not here: not begun yet, or kept elsewhere" in sentences
 
 
 # --- conditions, fixed and varied ------------------------------------------------------------------------------------
@@ -750,3 +751,37 @@ def test_a_page_cannot_be_a_folder(reproduction, tmp_path):
     with pytest.raises(ConfigError, match="--out"):
         write_report([reproduction], tmp_path)
     assert issubclass(ConfigError, LoopscopeError) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [([], "name at least one run folder"), ([".", "-o", "no/such/page.html"], "no/such/page.html")],
+)
+def test_a_report_about_nothing_or_to_nowhere_is_a_mistake(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    assert main(["report", *arguments]) == 2
+    assert sentence in capsys.readouterr().err and list(tmp_path.iterdir()) == [tmp_path / "run"]
+
+
+def test_a_remedy_that_only_some_runs_need_comes_with_their_names(tmp_path):
+    folder = write_reproduction(tmp_path / "grid", {"per-loop+rmsnorm": 1, "per-loop+layernorm": 1})
+    path = folder / "rows" / "per-loop+layernorm-s42" / "audit.json"
+    audit = json.loads(path.read_text())
+    audit["variables"][1] |= {"verdict": "blind", "remedy": "show the mean", "flag": "--readout rmsnorm"}
+    path.write_text(json.dumps(audit))
+    sentences = " ".join(build_report([folder]).verdict.sentences)
+    assert "training with --norm-penalty 0.01 and --readout rmsnorm for per-loop + LayerNorm; see" in sentences
+
+
+def test_signs_are_kept_and_units_that_are_none_leave_no_gap(tmp_path):
+    folder = write_reproduction(tmp_path / "grid", {"per-loop+rmsnorm": 1})
+    claims = json.loads((folder / "claims.json").read_text())
+    quantity = {"seeds": [], "n": 1, "mean": 0.25, "low": 0.125, "high": 0.5, "rule": None, "headline": True}
+    claims["claims"][0]["quantities"] = [
+        {**quantity, "name": "that ΔCE with its sign", "unit": "nats"},
+        {**quantity, "name": "a height", "unit": ""},
+    ]
+    (folder / "claims.json").write_text(json.dumps(claims))
+    page = build_report([folder]).html
+    assert "that ΔCE with its sign: +0.25 nats [+0.125, +0.5], n" in page and "a height: 0.25 [0.125, 0.5], n" in page

@@ -1,6 +1,7 @@
 """The command line: one file per verb. Verbs parse, call, and print; torch is imported late.
 
-Results go to stdout, progress to stderr. Exit codes: 0 clean, 1 findings, 2 the user's mistake, 130 interrupted.
+Results go to stdout, progress to stderr. Exit codes: 0 clean, 1 findings, 2 the user's mistake, 70 a bug,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any, Protocol, Union
 
@@ -23,7 +25,7 @@ from loopscope.cli.report import Report
 from loopscope.cli.reproduce import Reproduce
 from loopscope.cli.terminal import say
 from loopscope.cli.train import Train
-from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
+from loopscope.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
 
 TOP_HELP = """Train, audit and run looped (depth-recurrent, weight-shared) language models.
 
@@ -37,7 +39,7 @@ examples:
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
 
-exit codes: 0 clean, 1 findings, 2 your mistake, 130 interrupted"""
+exit codes: 0 clean, 1 findings, 2 your mistake, 70 a bug of ours, 130 interrupted"""
 
 
 class Verb(Protocol):
@@ -86,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return EXIT_INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        say("this is a bug in loopscope; please report it with the lines above")
+        return EXIT_BUG
 
 
 def parse(argv: Sequence[str]) -> Verb:

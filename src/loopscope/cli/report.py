@@ -10,7 +10,7 @@ import tyro
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_json, print_text
-from loopscope.errors import EXIT_OK
+from loopscope.errors import EXIT_OK, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,12 @@ examples:
   loopscope report runs/
   loopscope report runs/rmsnorm runs/raw -o comparison.html
   loopscope report reproduction/ -o report.html --json"""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ConfigError(
+                "name at least one run folder, reproduction folder or folder of them: loopscope report runs/"
+            )
 
     def run(self) -> int:
         """Build the page, write it, and say what it says first."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.cli.rows import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_text, say
-from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
 from loopscope.experiments.conditions import CONDITIONS, GROUPS, Recipe, Scale, choose_seeds, parse_conditions
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ examples:
                 say(f"interrupted; rows were saved. Go on with: loopscope {shlex.join(sys.argv[1:])}")
                 return EXIT_INTERRUPTED
         results, claims = publish(out, say)
+        if not results.rows and not results.failures:
+            raise RunError(f"{out} has no finished row yet; give the command of this grid again, without --rebuild")
         return self._report(out, rows, results, claims)
 
     def _backend(self) -> Backend:
@@ -181,7 +183,11 @@ def _claims_table(claims: list[dict[str, Any]], title: str) -> Table:
 
 
 def _in_words(out: Path, results: Results, failing: list[dict[str, Any]]) -> str:
-    lines = [f"{claim['id']} does not hold at this scale: {claim['reason']}" for claim in failing]
+    several = len(results.recipes()) > 1
+    lines = []
+    for claim in failing:
+        recipe = f" ({claim['recipe']} recipe)" if several else ""
+        lines.append(f"{claim['id']} does not hold at this scale{recipe}: {claim['reason']}")
     lines += [f"{failure.name} failed: {failure.error} (log in {out}/rows)" for failure in results.failures]
     for recipe in results.recipes():
         count, suffix = len(results.grid["recipes"][recipe]["differences"]), "" if recipe == "paper" else f"-{recipe}"

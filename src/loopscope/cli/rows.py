@@ -58,9 +58,8 @@ def _shown(total: int, ledger: Ledger) -> Iterator[tuple[Callable[[Event], None]
         latest: list[Overview] = []
 
         def line(event: Event) -> None:
-            say(_event_line(event, latest[-1] if latest else None, total))
-            if event.what in ("failed", "retried"):
-                _quote_log(ledger, event)
+            for text in [_event_line(event, latest[-1] if latest else None, total), *_quoted_log(ledger, event)]:
+                say(text)
 
         def remember(overview: Overview) -> None:
             latest[:] = [overview]
@@ -75,7 +74,8 @@ def _shown(total: int, ledger: Ledger) -> Iterator[tuple[Callable[[Event], None]
 
         def news(event: Event) -> None:
             if event.what in ("failed", "retried", "finished"):
-                console.print(f"{event.row.name} {event.what}: {event.message}", markup=False)
+                for text in [f"{event.row.name} {event.what}: {event.message}", *_quoted_log(ledger, event)]:
+                    console.print(text, markup=False)
 
         yield news, lambda overview: live.update(_live_table(overview))
 
@@ -87,9 +87,11 @@ def _event_line(event: Event, overview: Overview | None, total: int) -> str:
     return f"{text} ({overview.finished} of {total} rows, {_left(overview)})"
 
 
-def _quote_log(ledger: Ledger, event: Event) -> None:
-    for line in ledger.last_words(event.row, lines=5):
-        say(f"  | {line}")
+def _quoted_log(ledger: Ledger, event: Event) -> list[str]:
+    """The end of the log of a row that did not do what it should."""
+    if event.what not in ("failed", "retried"):
+        return []
+    return [f"  | {line}" for line in ledger.last_words(event.row, lines=5)]
 
 
 def _live_table(overview: Overview) -> Table:

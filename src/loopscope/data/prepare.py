@@ -58,8 +58,12 @@ def pack_split(corpus: Corpus, split: Split, tokenizer: Tokenizer, say: Say) -> 
 
 def evaluation_tokens(sources: tuple[str, ...], text_field: str, tokenizer: Tokenizer, say: Say) -> PackedTokens:
     """Other text, all of it, in a run's tokens."""
-    corpus = open_corpus(DataConfig(data=sources, valid=sources, text_field=text_field))
-    return pack_split(corpus, "valid", tokenizer, say)
+    return pack_split(evaluation_corpus(sources, text_field), "valid", tokenizer, say)
+
+
+def evaluation_corpus(sources: tuple[str, ...], text_field: str) -> Corpus:
+    """Other text as a corpus whose validation split is all of it."""
+    return open_corpus(DataConfig(data=sources, valid=sources, text_field=text_field))
 
 
 def _tokenizer(config: Config, corpus: Corpus, folder: Path, say: Say) -> Tokenizer:

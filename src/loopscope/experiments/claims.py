@@ -128,7 +128,7 @@ CLAIMS = (
     Claim(
         "C5",
         "Norm readouts show the loss no radial gradient, raw ones do",
-        "median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖‖h‖): the worst loop of all rows",
+        "median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖‖h‖): the worst loop through any norm, and of each raw readout",
         "every seed: at most 1e-4 through a norm readout, at least 0.3/√d through raw (chance is 0.8/√d)",
         (PaperValue("no number quoted; zero through RMSNorm by its first lemma", "P"),),
         evidence.c5,

@@ -17,6 +17,7 @@ PENALTY = 0.01
 """The paper's λ."""
 PAPER_SEEDS = (42, 101, 202)
 PAPER_EPOCHS = 4
+MOST_SEEDS = 1000
 
 Recipe = Literal["paper", "modern"]
 RECIPES: tuple[Recipe, ...] = ("paper", "modern")
@@ -73,6 +74,8 @@ def parse_conditions(text: str, seeds: int) -> dict[str, int]:
         if colon and not (number.isdecimal() and int(number) > 0):
             raise ConfigError.of("conditions", part, "after the colon comes a number of seeds, at least 1")
         count = int(number) if colon else seeds
+        if count > MOST_SEEDS:
+            raise ConfigError.of("conditions" if colon else "seeds", count, f"must be at most {MOST_SEEDS}")
         counts.update({each: max(count, counts.get(each, 0)) for each in names})
     return {name: counts[name] for name in CONDITIONS if name in counts}
 

@@ -21,6 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 from loopscope.experiments.conditions import CONDITIONS
 from loopscope.experiments.evidence import ROLLOUT, symlog, unsymlog
 from loopscope.experiments.results import Measure, Results, RowResult, View, exit_failure, final_norm, finite, mean
+from loopscope.runs import file_written_whole
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
 STYLES: dict[str, tuple[str, str]] = {
@@ -59,15 +60,19 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
         for name, draw in FIGURES.items():
             with mpl.rc_context(SETTINGS):
                 figure = draw(results.view(recipe))
-                if figure is not None:
-                    written += _save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
+            written += _save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
     return written
 
 
-def _save(figure: Figure, path: Path) -> Iterator[Path]:
+def _save(figure: Figure | None, path: Path) -> Iterator[Path]:
+    """Write a figure, or take away the one of earlier rows where there is nothing to draw any more."""
     for ending, metadata in NO_DATES.items():
         target = path.with_name(f"{path.name}.{ending}")
-        figure.savefig(target, metadata=metadata, bbox_inches="tight")
+        if figure is None:
+            target.unlink(missing_ok=True)
+            continue
+        with mpl.rc_context(SETTINGS), file_written_whole(target) as beside:
+            figure.savefig(beside, format=ending, metadata=metadata, bbox_inches="tight")
         yield target
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from loopscope.config import Config, config_from_dict, config_to_dict
-from loopscope.data.prepare import Prepared, prepare
+from loopscope.data.prepare import Prepared, evaluation_corpus, pack_split, prepare
 from loopscope.errors import RunError
 from loopscope.experiments.conditions import (
     CONDITIONS,
@@ -35,7 +35,7 @@ from loopscope.experiments.conditions import (
 )
 from loopscope.machine import git_state, versions
 from loopscope.presets import preset
-from loopscope.runs import write_atomically
+from loopscope.runs import read_json, write_atomically
 
 SCHEMA_VERSION = 1
 EXTRA_LOOPS = 4
@@ -43,8 +43,13 @@ EXTRA_LOOPS = 4
 HOW_NOT_WHAT = frozenset({"threads"})
 """Fields in which a finished row may differ from the one asked for: they say how it was run, not what it learned."""
 
+GRID_FIELDS = frozenset({"scale", "recipes", "data", "test_data", "eval_tokens"})
+RECIPE_FIELDS = frozenset({"config", "epochs", "seeds", "differences"})
+"""What a whole grid.json has, at its top and for each recipe."""
 FLAGS = frozenset({"scale", "steps", "data", "valid", "test_data", "eval_tokens"})
 """Fields that `loopscope reproduce` has a flag for."""
+
+OTHER_OUT = "choose another --out"
 
 Say = Callable[[str], None]
 
@@ -143,6 +148,11 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
     with _locked(out):
         _check_tokenizer(base, out)
         prepared = prepare(base, out / "tokenizer", say)
+    data = prepared.manifest()
+    if request.test_data is not None:  # opened before anything is trained: a wrong name must not cost a grid
+        test = evaluation_corpus(request.test_data, base.data.text_field)
+        pack_split(test, "valid", prepared.tokenizer, say)
+        data["test_sha256"] = test.sha256
     windows = _windows(base, prepared)
     steps = request.steps
     if steps is None:
@@ -150,15 +160,16 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
         steps = round(PAPER_EPOCHS * windows / base.training.batch) if epochs_wanted else base.training.steps
     common = apply_recipe(replace(base, training=_intervals(base, max(1, steps))), request.recipe)
     epochs = common.training.steps * common.training.batch / windows
-    return Grid(out=out, request=request, common=common, epochs=epochs, data=prepared.manifest())
+    return Grid(out=out, request=request, common=common, epochs=epochs, data=data)
 
 
 def _check_tokenizer(base: Config, out: Path) -> None:
-    """Refuse a tokenizer that an interrupted request for other text left behind; note what this one is fitted on."""
+    """Refuse a tokenizer that an interrupted request for other text left behind; note what ours will be fitted on."""
     mark = out / ".tokenizer-of"
     asked = json.dumps([*config_to_dict(base)["data"].values(), base.model.vocab_size])
-    if mark.exists() and mark.read_text("utf-8") != asked and not (out / "grid.json").exists():
-        raise RunError(f"{out}/tokenizer was fitted for another command, which was interrupted; choose another --out")
+    left_behind = (out / "tokenizer").exists() and mark.exists() and not (out / "grid.json").exists()
+    if left_behind and mark.read_text("utf-8") != asked:
+        raise RunError(f"{out}/tokenizer was fitted for another command, which was interrupted; {OTHER_OUT}")
     write_atomically(mark, asked)
 
 
@@ -166,17 +177,32 @@ def record(grid: Grid, command: list[str]) -> None:
     """Write grid.json, or add this request to it; a folder holds one scale and one configuration per recipe."""
     path = grid.out / "grid.json"
     with _locked(grid.out):
-        before = json.loads(path.read_text("utf-8")) if path.exists() else None
-        if before is not None:
+        before = read_grid(grid.out) if path.exists() else {}
+        if before:
             _check_same(grid, before)
-        write_json(path, _described(grid, command, before or {}))
+        write_json(path, _described(grid, command, before))
+
+
+def read_grid(out: Path) -> dict[str, Any]:
+    """grid.json, with everything that the rest relies on."""
+    remedy = "move it away and give the command of this grid again: its rows stay as they are"
+    try:
+        found = read_json(out / "grid.json")
+    except RunError as error:
+        raise RunError(f"{error}; {remedy}") from error
+    recipes = found.get("recipes")
+    parts = [(found, GRID_FIELDS)]
+    parts += [(part, RECIPE_FIELDS) for part in recipes.values()] if isinstance(recipes, dict) else []
+    if not all(isinstance(part, dict) and part.keys() >= fields for part, fields in parts) or len(parts) < 2:
+        raise RunError(f"{out}/grid.json is damaged; {remedy}")
+    return found
 
 
 def update_differences(out: Path, bf16: bool) -> None:
     """Add to grid.json what only a row can tell: whether it ran in bfloat16."""
     path = out / "grid.json"
     with _locked(out):
-        known = json.loads(path.read_text("utf-8"))
+        known = read_grid(out)
         for part in known["recipes"].values():
             common = config_from_dict(part["config"])
             found = differences(common, known["scale"], epochs=part["epochs"], bf16=bf16)
@@ -229,17 +255,18 @@ def _described(grid: Grid, command: list[str], before: dict[str, Any]) -> dict[s
 
 def _check_same(grid: Grid, before: dict[str, Any]) -> None:
     request = grid.request
-    asked = {
-        "scale": request.scale,
-        "test_data": None if request.test_data is None else list(request.test_data),
-        "eval_tokens": request.eval_tokens,
-    }
+    asked: dict[str, Any] = {"scale": request.scale}
+    texts = {"corpus_sha256": "data", "tokenizer_sha256": "data"}
+    if any(grid.out.glob("rows/*/eval.json")):  # until then, how rows are evaluated may change
+        asked["test_data"] = None if request.test_data is None else list(request.test_data)
+        asked["eval_tokens"] = request.eval_tokens
+        texts["test_sha256"] = "test_data"
     for name, value in asked.items():
         if before[name] != value:
             raise _other_grid(grid.out, name, before[name], value)
-    for name in ("corpus_sha256", "tokenizer_sha256"):
-        if before["data"][name] != grid.data[name]:
-            raise _other_grid(grid.out, "data", before["data"]["corpus"], grid.data["corpus"] + " (as it is now)")
+    for name, flag in texts.items():
+        if before["data"].get(name, grid.data.get(name)) != grid.data.get(name):
+            raise RunError(f"the text of --{flag.replace('_', '-')} is not what {grid.out} was begun with; {OTHER_OUT}")
     same = before["recipes"].get(request.recipe)
     if same is not None and (found := first_difference(same["config"], config_to_dict(grid.common))) is not None:
         raise _other_grid(grid.out, *found)
@@ -247,7 +274,7 @@ def _check_same(grid: Grid, before: dict[str, Any]) -> None:
 
 def _other_grid(out: Path, name: str, before: object, now: object) -> RunError:
     flag = f" (flag --{name.replace('_', '-')})" if name in FLAGS else ""
-    return RunError(f"{out} holds a grid with {name} = {before!r}, not {now!r}{flag}; choose another --out")
+    return RunError(f"{out} holds a grid with {name} = {before!r}, not {now!r}{flag}; {OTHER_OUT}")
 
 
 def _windows(base: Config, prepared: Prepared) -> int:

@@ -1,7 +1,7 @@
 """The ledger: what each row of a grid has come to, read from its folder. No torch here.
 
-A row is finished when its row.json says so, running while a process holds its lock, and open otherwise: whatever a
-crash or a power cut leaves behind counts as open, and is gone on with.
+A row is finished when its row.json says so and its results can be read, running while a process holds its lock, and
+open otherwise: whatever a crash, a power cut or a damaged file leaves behind counts as open, and is gone on with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
 from loopscope.experiments.grid import SCHEMA_VERSION, RowSpec, first_difference, write_json
-from loopscope.runs import RunFolder
+from loopscope.runs import RunFolder, read_json
 
 State = Literal["open", "running", "finished", "failed"]
 EXIT_GIVEN_UP = 65
@@ -79,7 +79,7 @@ class Ledger:
             ce=last["ce"][-1] if last.get("ce") else None,
             norm=last["norm"][-1] if last.get("norm") else None,
             attempts=record.get("attempts", 0),
-            seconds=sum(record.get("seconds", {}).values()),
+            seconds=total_seconds(record),
             error=record.get("error"),
         )
 
@@ -109,9 +109,17 @@ class Ledger:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """row.json, or nothing where there is none."""
-    path = folder / "row.json"
-    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+    """row.json, or nothing where there is none that can be read."""
+    try:
+        return read_json(folder / "row.json")
+    except RunError:
+        return {}
+
+
+def total_seconds(record: dict[str, Any]) -> float:
+    """Seconds of all stages of a row.json."""
+    seconds = record.get("seconds")
+    return float(sum(seconds.values())) if isinstance(seconds, dict) else 0.0
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
@@ -121,7 +129,29 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 def is_complete(folder: Path, spec: RowSpec) -> bool:
     """Whether everything that is asked of a row is there."""
-    return read_record(folder).get("state") == "finished" and (not spec.audit or (folder / "audit.json").exists())
+    finished = read_record(folder).get("state") == "finished"
+    return finished and is_evaluated(folder, spec) and (not spec.audit or is_audited(folder, spec))
+
+
+def is_evaluated(folder: Path, spec: RowSpec) -> bool:
+    """Whether there is a readable eval.json of the row's last step."""
+    return _measured_step(folder / "eval.json", "step") == spec.config.training.steps
+
+
+def is_audited(folder: Path, spec: RowSpec) -> bool:
+    """Whether there is a readable audit.json of the row's last step."""
+    return _measured_step(folder / "audit.json", "model", "step") == spec.config.training.steps
+
+
+def _measured_step(path: Path, *keys: str) -> object:
+    """The step a result was measured at, or None where there is no readable result."""
+    try:
+        value: Any = read_json(path)
+        for key in keys:
+            value = value[key]
+    except (RunError, KeyError, TypeError):
+        return None
+    return value
 
 
 def _last_row(path: Path) -> dict[str, Any]:

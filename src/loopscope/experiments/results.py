@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
-from loopscope.experiments.conditions import CONDITIONS
-from loopscope.runs import RunFolder
+from loopscope.experiments.conditions import CONDITIONS, Recipe
+from loopscope.experiments.grid import read_grid
+from loopscope.experiments.ledger import total_seconds
+from loopscope.runs import RunFolder, read_json
 
 SPLITS = ("valid", "test")
 GUARDED = ("skip", "rolled-back")
@@ -31,6 +32,8 @@ class RowResult:
     audit: dict[str, Any] | None
     manifest: dict[str, Any]
     seconds: float
+    norms_in_training: dict[int, float]
+    """‖H_K‖ on validation text by step."""
     guarded: int = 0
     """Steps that a guard skipped or rolled back: the row was not trained quite like the others."""
 
@@ -121,45 +124,54 @@ class View:
 
 def read_results(out: Path) -> Results:
     """All rows of a folder that are finished, and those that failed."""
-    grid_path = out / "grid.json"
-    if not grid_path.is_file():
+    if not (out / "grid.json").is_file():
         raise RunError(f"{out} holds no grid: it has no grid.json; loopscope reproduce --out {out} makes one")
-    folders = sorted(path.parent for path in (out / "rows").glob("*/row.json"))
+    grid = read_grid(out)
     rows, failures = [], []
-    for folder in folders:
-        record = _read(folder / "row.json")
-        if record.get("state") == "finished":
+    for folder in sorted(path.parent for path in (out / "rows").glob("*/row.json")):
+        record = _read(folder / "row.json", "state")
+        if record["state"] == "finished":
             rows.append(_row(folder, record))
-        elif record.get("state") == "failed":
+        elif record["state"] == "failed":
             failures.append(Failure(folder.name, str(record.get("error"))))
     order = list(CONDITIONS)
     rows.sort(key=lambda row: (order.index(row.condition), row.seed))
-    return Results(_read(grid_path), rows, failures)
+    return Results(grid, rows, failures)
 
 
 def _row(folder: Path, record: dict[str, Any]) -> RowResult:
-    try:
-        return RowResult(
-            condition=record["condition"],
-            recipe=record["recipe"],
-            seed=record["seed"],
-            config=config_to_dict(RunFolder(folder).config()),
-            evaluation=_read(folder / "eval.json"),
-            audit=_read(folder / "audit.json") if (folder / "audit.json").exists() else None,
-            manifest=_read(folder / "manifest.json"),
-            seconds=sum(record.get("seconds", {}).values()),
-            guarded=sum(row.get("event") in GUARDED for row in RunFolder(folder).read_metrics()),
-        )
-    except KeyError as error:
-        raise RunError(f"{folder}/row.json has no {error}; it was not written by loopscope reproduce") from None
+    run, metrics = RunFolder(folder), RunFolder(folder).read_metrics()
+    evaluation = _read(folder / "eval.json", "step", "tokenizer", "splits", "throughput")
+    condition, recipe = str(record.get("condition")), str(record.get("recipe"))
+    seed = record.get("seed")
+    if condition not in CONDITIONS or recipe not in get_args(Recipe) or not isinstance(seed, int):
+        raise RunError(f"{folder}/row.json names no condition, recipe and seed that loopscope knows; {_REPAIR}")
+    return RowResult(
+        condition=condition,
+        recipe=recipe,
+        seed=seed,
+        config=config_to_dict(run.config()),
+        evaluation=evaluation,
+        audit=_read(folder / "audit.json", "verdict", "loops") if (folder / "audit.json").exists() else None,
+        manifest=_read(folder / "manifest.json"),
+        seconds=total_seconds(record),
+        norms_in_training={row["step"]: row["norm"][-1] for row in metrics if row.get("kind") == "eval"},
+        guarded=sum(row.get("event") in GUARDED for row in metrics),
+    )
 
 
-def _read(path: Path) -> dict[str, Any]:
+_REPAIR = "the command of this grid, given again without --rebuild, makes it anew"
+
+
+def _read(path: Path, *fields: str) -> dict[str, Any]:
+    """A result of a row, with the fields that the rest relies on."""
     try:
-        return dict(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError) as error:
-        again = f"; delete {path.parent} and run the same command again" if path.parent.parent.name == "rows" else ""
-        raise RunError(f"cannot read {path}: {error}{again}") from error
+        found = read_json(path)
+    except RunError as error:
+        raise RunError(f"{error}; {_REPAIR}") from error
+    if absent := [field for field in fields if field not in found]:
+        raise RunError(f"{path} is damaged: it has no {', '.join(absent)}; {_REPAIR}")
+    return found
 
 
 def finite(value: object) -> float | None:

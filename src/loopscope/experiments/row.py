@@ -10,7 +10,6 @@ process has the row, 130 interrupted (and saved), anything else a crash. Torch i
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import shutil
 import signal
@@ -25,7 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
 from loopscope.experiments.grid import EXTRA_LOOPS, SCHEMA_VERSION, RowSpec, write_json
-from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, is_complete, read_record, write_record
+from loopscope.experiments.ledger import (
+    EXIT_GIVEN_UP,
+    EXIT_TAKEN,
+    is_audited,
+    is_complete,
+    is_evaluated,
+    read_record,
+    write_record,
+)
 from loopscope.runs import RunFolder, folder_written_whole
 
 if TYPE_CHECKING:
@@ -97,11 +104,11 @@ def _run_stages(spec: RowSpec, run: RunFolder, record: dict[str, Any]) -> None:
         if outcome == "stopped":
             raise GuardStopError(next(row["message"] for row in reversed(run.read_metrics()) if row["kind"] == "event"))
     with _stage(run, record, "evaluating"):
-        if _measured_step(run.path / "eval.json", "step") != spec.config.training.steps:
+        if not is_evaluated(run.path, spec):
             evaluate_row(spec, run)
     if spec.audit:
         with _stage(run, record, "auditing"):
-            if _measured_step(run.path / "audit.json", "model", "step") != spec.config.training.steps:
+            if not is_audited(run.path, spec):
                 audit_row(run.path)
 
 
@@ -281,17 +288,6 @@ def _copy_tokenizer(run: RunFolder) -> None:
     if common.is_dir() and not own.exists():
         with folder_written_whole(own) as beside:
             shutil.copytree(common, beside, dirs_exist_ok=True)
-
-
-def _measured_step(path: Path, *keys: str) -> int | None:
-    """The step a result was measured at, or None where there is no readable result."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-        for key in keys:
-            value = value[key]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return value if isinstance(value, int) else None
 
 
 def _line(row: dict[str, Any], steps: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from loopscope.experiments.conditions import CONDITIONS, FACTORS
 from loopscope.experiments.grid import HOW_NOT_WHAT
 from loopscope.experiments.results import (
+    Measure,
     Results,
     RowResult,
     View,
@@ -109,6 +110,25 @@ def main_table(view: View) -> Table:
     tokenizers = sorted({row.evaluation["tokenizer"] for row in view.rows})
     note = f"Mean ± standard deviation over n seeds. Perplexity per token of the {', '.join(tokenizers)} tokenizer."
     return Table("main", "Main results", header, rows, note)
+
+
+def norms_in_training_table(view: View) -> Table:
+    """‖H_K‖ while training: whether a norm is still on its way."""
+    steps = sorted({step for row in view.rows for step in row.norms_in_training})
+    at = {step: _norm_at(step) for step in steps}
+    rows = [
+        [_title(name), *(_cell(view.each(name, at[step]).values()) for step in steps)] for name in view.conditions()
+    ]
+    pairs = [view.paired(at[step], "per-loop+rmsnorm", "per-loop+raw").values() for step in steps]
+    if any(pairs):
+        rows.append(["per-loop: RMSNorm over raw", *(_cell(a / b for a, b in pair if b) for pair in pairs)])
+    header = ["‖H_K‖ at step", *(f"{step:,}" for step in steps)]
+    note = "On validation text as training evaluates it. Mean ± standard deviation over seeds."
+    return Table("norms_in_training", "Norms while training", header, rows, note)
+
+
+def _norm_at(step: int) -> Measure:
+    return lambda row, split: finite(row.norms_in_training.get(step))
 
 
 def radial_gradient_table(view: View) -> Table:
@@ -219,7 +239,7 @@ def claims_table(claims: list[dict[str, Any]]) -> Table:
         paper = "; ".join(f"{value['value']} [{value['source']}]" for value in claim["paper"])
         verdict = claim["verdict"] if claim["quantities"] else f"{claim['verdict']}: {claim['reason']}"
         absent = [quantity["name"] for quantity in claim["quantities"] if quantity["rule"] and not quantity["n"]]
-        verdict += f" ({'; '.join(absent)})" if absent and told else ""
+        verdict += f" (missing: {'; '.join(absent)})" if absent and told else ""
         rows.append([claim["id"], claim["title"], claim["rule"], ours or "–", paper, verdict])
     header = ["", "claim", "rule", "here (validation text)", "paper", "verdict"]
     note = (
@@ -258,6 +278,7 @@ def differences_table(differences: list[dict[str, str]]) -> Table:
 
 MAKERS: tuple[Callable[[View], Table], ...] = (
     main_table,
+    norms_in_training_table,
     radial_gradient_table,
     radial_clamp_table,
     variable_depth_table,

@@ -45,7 +45,7 @@ CHAPTERS: tuple[tuple[tuple[str, str, str, str], tuple[Draw, ...]], ...] = (
             "norms",
             "Norms",
             "Norms over loops and over training",
-            "How long the state is. Without control it grows with the loops and with training.",
+            "How long the state is, loop by loop and step by step. Nothing holds a length that no loss sees.",
         ),
         (figures.norm_over_loops, figures.norm_over_training),
     ),

@@ -74,7 +74,7 @@ def plane(groups: Sequence[Group]) -> Chart:
         name="plane",
         title="Exits and scale",
         look="Look at the two directions: the lower a point, the better its early exits; the further left, the better "
-        "its scale is held. Bottom left is where a model should be, bottom right is the blind spot.",
+        "its scale is held. Bottom left is where a model should be; towards the right, the scale has run away.",
         traces=traces,
         layout=layout(x, y, points, level(y, 0.0, "first exit = full depth", inside=True)),
         table=Table(
@@ -122,14 +122,14 @@ def share_over_loops(groups: Sequence[Group]) -> Chart:
     return Chart(
         name="share-loops",
         title="How much of the loss's gradient points along the state",
-        look="Look at the gap: the lines far down belong to readouts that hide the length of the state, so that no "
-        "gradient corrects it; a direction picked by chance would lie at the line marked chance.",
+        look="Look at the gap: the lines far down belong to readouts that hide the length of the state, so that "
+        "cross-entropy cannot correct it; a direction picked by chance would lie at the line marked chance.",
         traces=line_traces(lines, LOOP, SHARE),
         layout=layout(LOOP, SHARE, lines, *_share_levels(groups, lines)),
         table=lines_table(lines, "run \\ loop"),
         missing=NEEDS_METRICS,
-        note="Median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖·‖h‖) at the supervised loops: of the audit, or of the last "
-        "logged training step (in its lower precision) where there is none.",
+        note="Median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖·‖h‖): of the audit, which reads every loop out, supervised or "
+        "not; where there is none, of the supervised loops at the last logged training step (in its lower precision).",
     )
 
 

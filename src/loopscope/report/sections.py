@@ -209,12 +209,18 @@ def _claim_view(row: dict[str, Any]) -> ClaimView:
 
 
 def _quantity(row: dict[str, Any]) -> str:
-    """`norm ratio 225 × [180, 260], n = 3`."""
-    low, high = number(row.get("low")), number(row.get("high"))
-    interval = f" [{plain(low)}, {plain(high)}]" if low is not None and high is not None else ""
+    """`norm ratio: 225 × [180, 260], n = 3`."""
+    name = words(row.get("name"))
+    low, middle, high = (_with_sign(row.get(field), name) for field in ("low", "mean", "high"))
+    interval = f"[{low}, {high}]" if number(row.get("low")) is not None and number(row.get("high")) is not None else ""
     n = integer(row.get("n"))
     count = f", n\u00a0=\u00a0{n}" if n is not None else ""
-    return f"{words(row.get('name'))}: {plain(number(row.get('mean')))} {words(row.get('unit'))}{interval}{count}"
+    return f"{name}: {' '.join(filter(None, (middle, words(row.get('unit')), interval)))}{count}"
+
+
+def _with_sign(value: object, name: str) -> str:
+    known = number(value)
+    return f"{'+' if name.endswith('with its sign') and (known or 0) > 0 else ''}{plain(known)}"
 
 
 def _seeds(row: dict[str, Any]) -> str:

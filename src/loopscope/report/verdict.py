@@ -105,7 +105,7 @@ def _where(audits: Sequence[AuditView]) -> str:
 
 def _scale(groups: Sequence[Group]) -> str:
     """How long the state gets: the paper's contrast where both sides are here, else the widest one."""
-    norms = {key: value for key, value in _medians(groups, lambda run: run.final_norm).items() if value > 0}
+    norms = {key: value for key, value in _means(groups, lambda run: run.final_norm).items() if value > 0}
     normed, raw = norms.get((PER_LOOP, NORMED)), norms.get((PER_LOOP, RAW))
     if normed and raw:
         ratio = normed / raw
@@ -145,7 +145,7 @@ def _growth(groups: Sequence[Group]) -> str:
 
 def _exits(groups: Sequence[Group]) -> str:
     """What leaving after the first loop costs."""
-    failures = _medians(groups, lambda run: run.exit_failure)
+    failures = _means(groups, lambda run: run.exit_failure)
     for readout in (NORMED, RAW):
         terminal, dense = failures.get((TERMINAL, readout)), failures.get((PER_LOOP, readout))
         if terminal is not None and dense is not None:
@@ -168,8 +168,17 @@ def _exits(groups: Sequence[Group]) -> str:
 
 
 def _remedies(audits: Sequence[AuditView]) -> str:
-    flags = dict.fromkeys(v.flag for audit in audits for v in audit.remedies if v.verdict == "blind" and v.flag)
-    return f"Remedy: the audits suggest training with {_listed(list(flags))}; see Audits and remedies." if flags else ""
+    """Flags that the audits suggest; one that not all blind runs need comes with those that do."""
+    blind = [audit for audit in audits if audit.run.audit_verdict == "blind-spot"]
+    needed: dict[str, list[AuditView]] = {}
+    for audit in blind:
+        for flag in dict.fromkeys(v.flag for v in audit.remedies if v.verdict == "blind" and v.flag):
+            needed.setdefault(flag, []).append(audit)
+    parts = [
+        flag if len(who) == len(blind) else f"{flag} for {_listed(_labels(who))}"
+        for flag, who in sorted(needed.items(), key=lambda item: -len(item[1]))
+    ]
+    return f"Remedy: the audits suggest training with {_listed(parts)}; see Audits and remedies." if parts else ""
 
 
 def _claims(tables: Sequence[ClaimTable]) -> list[str]:
@@ -210,7 +219,7 @@ def _missing(groups: Sequence[Group], grids: Sequence[Reproduction]) -> str:
         parts.append(f"{unaudited} ha{'s' if unaudited == 1 else 've'} not been audited")
     asked, there = sum(_rows_asked(grid) for grid in grids), sum(bool(run.row) for run in runs)
     if asked > there:
-        parts.append(f"{asked - there} of {asked} rows have not been started")
+        parts.append(f"{asked - there} of {asked} rows are not here: not begun yet, or kept elsewhere")
     return f"Mind: {'; '.join(parts)}." if parts else ""
 
 
@@ -220,13 +229,13 @@ def _rows_asked(grid: Reproduction) -> int:
     return sum(len(each) for recipe in seeds for each in recipe if isinstance(each, list))
 
 
-def _medians(groups: Sequence[Group], of: Callable[[Run], float | None]) -> dict[tuple[str, str], float]:
-    """Median over the runs of each group that have a value."""
+def _means(groups: Sequence[Group], of: Callable[[Run], float | None]) -> dict[tuple[str, str], float]:
+    """Mean over the runs of each group that have a value, as in the tables of a reproduction."""
     found = {}
     for group in groups:
         values = [value for run in group.runs if (value := of(run)) is not None]
         if values:
-            found[group.placement, group.kind] = statistics.median(values)
+            found[group.placement, group.kind] = statistics.fmean(values)
     return found
 
 
