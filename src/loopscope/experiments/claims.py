@@ -55,7 +55,6 @@ class Claim:
             "measured": self.measured,
             "rule": self.rule,
             "paper": [vars(value) for value in self.paper],
-            "holds_in_paper": True,
             "quantities": [quantity.to_json() for quantity in quantities],
             "verdict": verdict,
             "reason": reason,

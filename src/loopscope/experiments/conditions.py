@@ -138,10 +138,10 @@ def _shown(config: dict[str, dict[str, Any]], path: str) -> str:
     section, name = path.split(".")
     value = config[section][name]
     if name == "data":
-        return "WikiText-103-raw" if value and "wikitext-103" in value[0] else ", ".join(_file_name(v) for v in value)
+        return "WikiText-103-raw" if value and "wikitext-103" in value[0] else ", ".join(file_name(v) for v in value)
     return str(value)
 
 
-def _file_name(source: str) -> str:
+def file_name(source: str) -> str:
     """A file without its folders: where a text lies on somebody's disk is no part of a result."""
     return source if ":" in source else source.rsplit("/", 1)[-1]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loopscope.experiments.conditions import CONDITIONS, FACTORS
+from loopscope.experiments.conditions import CONDITIONS, FACTORS, file_name
 from loopscope.experiments.grid import HOW_NOT_WHAT
 from loopscope.experiments.results import (
     Measure,
@@ -322,7 +322,7 @@ def _audits(view: View, name: str) -> str:
 
 def _plain(name: str, value: Any) -> str:
     if name in ("data", "valid") and value:
-        return ", ".join(source if ":" in source else Path(source).name for source in value)
+        return ", ".join(map(file_name, value))
     return "none" if value is None else str(value)
 
 

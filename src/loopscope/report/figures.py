@@ -23,6 +23,7 @@ from loopscope.report.charts import (
 from loopscope.report.grouping import Group
 from loopscope.report.records import Run
 from loopscope.report.series import (
+    HIDDEN_SHARE,
     OfDepth,
     alpha_changes,
     at_depths,
@@ -43,8 +44,6 @@ EXIT_WIDTH = 0.1
 ALPHA_WIDTH = 0.01
 ALPHA_SHOWN = 1.0
 """Nats to both sides that the α-sweep always shows: what the loss hardly notices looks flat."""
-HIDDEN_SHARE = 1e-3
-"""Below this radial gradient share the training monitor counts scale as unseen."""
 SMALLEST_SHARE = 1e-12
 ONE_SIZE = 10.0
 """Times the smallest growth that the largest may be for both to be read off a linear axis."""

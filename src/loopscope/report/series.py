@@ -12,6 +12,8 @@ from loopscope.report.records import Depth, Run
 
 Points = list[tuple[float, float | None]]
 OfDepth = Callable[[Depth], float | None]
+HIDDEN_SHARE = 1e-3
+"""Radial gradient share below which a loss does not see the scale: that of `auditing.monitor`, which needs torch."""
 
 
 def each_run(groups: Sequence[Group]) -> list[tuple[Group, Run]]:

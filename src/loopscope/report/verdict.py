@@ -13,12 +13,11 @@ from loopscope.report.files import mapping, numbers
 from loopscope.report.grouping import Group
 from loopscope.report.records import Reproduction, Run
 from loopscope.report.sections import AuditView, ClaimTable
-from loopscope.report.series import each_run, largest
+from loopscope.report.series import HIDDEN_SHARE, each_run, largest
 
 PER_LOOP, TERMINAL, NORMED, RAW = "per-loop", "terminal", "RMSNorm", "raw"
 CLEAR = 10.0
 """Ratio of norms from which a contrast speaks for itself."""
-HIDDEN_SHARE = 1e-3
 SMALL = 0.1
 """Nats below which an exit costs next to nothing."""
 STATES = {
