@@ -333,7 +333,7 @@ def _check_derivative(what: str, function: Callable[[Tensor], Tensor], h_D: Tens
         ahead, behind = function(torch.stack([h_D + size * direction_D, h_D - size * direction_D])).double()
     difference = (ahead - behind) / (2 * size)
     (tangent,) = push(lambda h_RD: [function(h_RD)], h_D, direction_D[None])
-    wrong = float((tangent[0].double() - difference).norm())
+    wrong = float((tangent[0].detach().double() - difference).norm())
     if float(difference.norm()) > 1e-6 * float(ahead.norm()) and wrong > DERIVATIVE_WRONG * float(difference.norm()):
         raise ProtocolError(
             f"the {what} depends on its state h but does not pass on its derivative (a detach or no_grad inside?): "

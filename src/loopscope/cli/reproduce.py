@@ -192,5 +192,6 @@ def _in_words(out: Path, results: Results, failing: list[dict[str, Any]]) -> str
     for recipe in results.recipes():
         count, suffix = len(results.grid["recipes"][recipe]["differences"]), "" if recipe == "paper" else f"-{recipe}"
         lines.append(f"{count} differences from the paper: {out}/tables/differences{suffix}.md")
-    lines.append(f"{len(results.rows)} rows; claims.json, tables and figures in {out}")
+    rows = f"{len(results.rows)} row{'' if len(results.rows) == 1 else 's'}"
+    lines.append(f"{rows}; claims.json, tables and figures in {out}")
     return "\n".join(lines)

@@ -32,7 +32,7 @@ def run_rows(request: Request, out: Path, make_backend: Callable[[], Backend], r
         record(grid, ["loopscope", *sys.argv[1:]])
         ledger, rows = Ledger(out), grid.rows()
         steps = f"{grid.common.training.steps} steps ({grid.epochs:.2g} epochs)"
-        say(f"{len(rows)} rows of {steps} in {out}; log of each row in rows/NAME/log.txt")
+        say(f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {steps} in {out}; log of each row in rows/NAME/log.txt")
         with _shown(len(rows), ledger) as (on_event, on_view):
             return Schedule(ledger, rows, backend, retries=retries, on_event=on_event, on_view=on_view).run()
 

@@ -173,6 +173,9 @@ class ClaimTable:
         return [claim for claim in self.claims if claim.tone == tone]
 
 
+SPLIT_NAMES = {"valid": "validation"}
+
+
 def claim_tables(reproductions: Sequence[Reproduction]) -> list[ClaimTable]:
     """A table per reproduction, recipe and split, in the order of the files."""
     tables: dict[str, dict[str, list[ClaimView]]] = {}
@@ -182,7 +185,7 @@ def claim_tables(reproductions: Sequence[Reproduction]) -> list[ClaimTable]:
             recipe, split = words(row.get("recipe")), words(row.get("split"))
             parts = (reproduction.name, scale, recipe and f"{recipe} recipe")
             splits = tables.setdefault(" · ".join(part for part in parts if part), {})
-            splits.setdefault(split and f"{split} text", []).append(_claim_view(row))
+            splits.setdefault(split and f"{SPLIT_NAMES.get(split, split)} text", []).append(_claim_view(row))
     return [
         ClaimTable(about, split, claims, is_folded=place > 0)
         for about, splits in tables.items()
