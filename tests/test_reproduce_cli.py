@@ -118,11 +118,13 @@ def test_a_damaged_result_is_measured_again_by_the_same_command(texts, tmp_path,
     path = tmp_path / "out" / "rows" / "per-loop+raw-s42" / "eval.json"
     before = json.loads(path.read_text())["splits"]
     path.write_text(path.read_text()[:100])
+    (path.parent / "manifest.json").unlink()
     capsys.readouterr()
     assert main([*command(texts, tmp_path / "out", *flags), "--rebuild"]) == 2
-    assert "given again without --rebuild, makes it anew" in capsys.readouterr().err
+    assert "delete it and give the command of this grid again, without --rebuild" in capsys.readouterr().err
     main(command(texts, tmp_path / "out", *flags))
     assert json.loads(path.read_text())["splits"] == before
+    assert json.loads((path.parent / "manifest.json").read_text())["seed"] == 42
 
 
 def test_rebuilding_needs_no_rows_to_run_and_exits_by_the_verdicts(tmp_path, capsys):

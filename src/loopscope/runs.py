@@ -74,9 +74,11 @@ class RunFolder:
         rows = []
         for line in self.metrics_path.read_text("utf-8").splitlines() if self.metrics_path.exists() else []:
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if isinstance(row, dict):
+                rows.append(row)
         return rows
 
     def forget_metrics_after(self, step: int) -> None:

@@ -30,6 +30,7 @@ def write(ledger: Ledger, row: RowSpec, state: str, **more) -> Path:
     run.create(row.config)
     if state == "finished":
         step = row.config.training.steps
+        run.write_manifest({})
         (run.path / "eval.json").write_text(json.dumps({"step": step}))
         (run.path / "audit.json").write_text(json.dumps({"model": {"step": step}}))
     write_record(run.path, {"state": state, **more})
@@ -65,10 +66,16 @@ def test_a_finished_row_needs_its_audit_unless_none_is_asked_for(ledger):
     assert ledger.status(spec(audit=False)).state == "finished"
 
 
-@pytest.mark.parametrize("name", ["eval.json", "audit.json", "row.json"])
-@pytest.mark.parametrize("content", ["", "{", "null", "{}", '{"step": 3, "model": {"step": 3}}', "\x00\xff"])
+UNREADABLE = ("", "{", "null", "\x00\xff")
+OUTDATED = ("{}", '{"step": 3, "model": {"step": 3}}')
+DAMAGED = [(name, content) for name in ("eval.json", "audit.json", "row.json") for content in (*UNREADABLE, *OUTDATED)]
+DAMAGED += [("manifest.json", content) for content in UNREADABLE]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED)
 def test_a_row_with_a_damaged_or_outdated_result_is_open_again(ledger, name, content):
     folder = write(ledger, spec(), "finished")
+    assert ledger.status(spec()).state == "finished"
     (folder / name).write_text(content)
     assert ledger.status(spec()).state == "open"
 

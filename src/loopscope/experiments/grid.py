@@ -148,11 +148,7 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
     with _locked(out):
         _check_tokenizer(base, out)
         prepared = prepare(base, out / "tokenizer", say)
-    data = prepared.manifest()
-    if request.test_data is not None:  # opened before anything is trained: a wrong name must not cost a grid
-        test = evaluation_corpus(request.test_data, base.data.text_field)
-        pack_split(test, "valid", prepared.tokenizer, say)
-        data["test_sha256"] = test.sha256
+    data = prepared.manifest() | _test_text(request, base, prepared, say)
     windows = _windows(base, prepared)
     steps = request.steps
     if steps is None:
@@ -161,6 +157,15 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
     common = apply_recipe(replace(base, training=_intervals(base, max(1, steps))), request.recipe)
     epochs = common.training.steps * common.training.batch / windows
     return Grid(out=out, request=request, common=common, epochs=epochs, data=data)
+
+
+def _test_text(request: Request, base: Config, prepared: Prepared, say: Say) -> dict[str, str]:
+    """Open and pack the test text before anything is trained: a wrong name must not cost a grid. Gives its hash."""
+    if request.test_data is None:
+        return {}
+    test = evaluation_corpus(request.test_data, base.data.text_field)
+    pack_split(test, "valid", prepared.tokenizer, say)
+    return {"test_sha256": test.sha256}
 
 
 def _check_tokenizer(base: Config, out: Path) -> None:

@@ -129,8 +129,16 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
 
 def is_complete(folder: Path, spec: RowSpec) -> bool:
     """Whether everything that is asked of a row is there."""
-    finished = read_record(folder).get("state") == "finished"
+    finished = read_record(folder).get("state") == "finished" and _is_readable(folder / "manifest.json")
     return finished and is_evaluated(folder, spec) and (not spec.audit or is_audited(folder, spec))
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        read_json(path)
+    except RunError:
+        return False
+    return True
 
 
 def is_evaluated(folder: Path, spec: RowSpec) -> bool:

@@ -16,6 +16,7 @@ from loopscope.experiments.ledger import total_seconds
 from loopscope.runs import RunFolder, read_json
 
 SPLITS = ("valid", "test")
+REPAIR = "delete it and give the command of this grid again, without --rebuild: only what is missing is done"
 GUARDED = ("skip", "rolled-back")
 """Events of metrics.jsonl by which a guard changes a run."""
 
@@ -140,18 +141,17 @@ def read_results(out: Path) -> Results:
 
 
 def _row(folder: Path, record: dict[str, Any]) -> RowResult:
-    run, metrics = RunFolder(folder), RunFolder(folder).read_metrics()
-    evaluation = _read(folder / "eval.json", "step", "tokenizer", "splits", "throughput")
-    condition, recipe = str(record.get("condition")), str(record.get("recipe"))
-    seed = record.get("seed")
+    run = RunFolder(folder)
+    metrics = run.read_metrics()
+    condition, recipe, seed = str(record.get("condition")), str(record.get("recipe")), record.get("seed")
     if condition not in CONDITIONS or recipe not in get_args(Recipe) or not isinstance(seed, int):
-        raise RunError(f"{folder}/row.json names no condition, recipe and seed that loopscope knows; {_REPAIR}")
+        raise RunError(f"{folder}/row.json names no condition, recipe and seed that loopscope knows; {REPAIR}")
     return RowResult(
         condition=condition,
         recipe=recipe,
         seed=seed,
         config=config_to_dict(run.config()),
-        evaluation=evaluation,
+        evaluation=_read(folder / "eval.json", "step", "tokenizer", "splits", "throughput"),
         audit=_read(folder / "audit.json", "verdict", "loops") if (folder / "audit.json").exists() else None,
         manifest=_read(folder / "manifest.json"),
         seconds=total_seconds(record),
@@ -160,17 +160,14 @@ def _row(folder: Path, record: dict[str, Any]) -> RowResult:
     )
 
 
-_REPAIR = "the command of this grid, given again without --rebuild, makes it anew"
-
-
 def _read(path: Path, *fields: str) -> dict[str, Any]:
     """A result of a row, with the fields that the rest relies on."""
     try:
         found = read_json(path)
     except RunError as error:
-        raise RunError(f"{error}; {_REPAIR}") from error
+        raise RunError(f"{error}; {REPAIR}") from error
     if absent := [field for field in fields if field not in found]:
-        raise RunError(f"{path} is damaged: it has no {', '.join(absent)}; {_REPAIR}")
+        raise RunError(f"{path} is damaged: it has no {', '.join(absent)}; {REPAIR}")
     return found
 
 
