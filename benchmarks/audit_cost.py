@@ -19,8 +19,8 @@ import tyro
 
 import loopscope as ls
 from loopscope.config import Config, ModelConfig
+from loopscope.targets import of_config
 from loopscope.training.optim import Optimizers, clip_gradients
-from loopscope.training.targets import untrained
 from side_by_side import extra_peak_mib, machine
 
 STEPS_ALLOWED = 20
@@ -29,7 +29,7 @@ BATCH = 4
 
 def training_step(config: Config) -> None:
     """One step from scratch, the optimiser included."""
-    model = ls.build(config.model, seed=0).train()
+    model = ls.build(config.design("a benchmark"), seed=0).train()
     optimizers, objective = Optimizers(model, config.training), ls.Objective(config.objective)
     ids_BT = torch.randint(config.model.vocab_size, (BATCH, config.sequence_length))
     model(ids_BT, ids_BT, objective).loss.backward()
@@ -39,7 +39,7 @@ def training_step(config: Config) -> None:
 
 def step_seconds(config: Config, count: int) -> list[float]:
     """Seconds of forward, backward, clipping and optimiser, after one step of warm-up."""
-    model = ls.build(config.model, seed=0).train()
+    model = ls.build(config.design("a benchmark"), seed=0).train()
     optimizers, objective = Optimizers(model, config.training), ls.Objective(config.objective)
     ids_BT = torch.randint(config.model.vocab_size, (BATCH, config.sequence_length))
     seconds = []
@@ -55,14 +55,7 @@ def step_seconds(config: Config, count: int) -> list[float]:
 
 def audit(config: Config, **options: object) -> ls.AuditResult:
     """A design-time audit."""
-    target = untrained("design", config, seed=0)
-    return ls.audit(
-        target.model,
-        target.batches,
-        supervised=target.supervised,
-        observables=target.observables,
-        options=ls.AuditOptions(**options),  # type: ignore[arg-type]
-    )
+    return ls.audit(of_config("design", config, seed=0), options=ls.AuditOptions(**options))  # type: ignore[arg-type]
 
 
 def report_cost(config: Config) -> bool:

@@ -71,8 +71,8 @@ class Case:
 def training_step(case: Case) -> Callable[[int], None]:
     """Forward, loss and backward as the trainer runs them, for any number of loops."""
     config = case.config
-    set_up(config)
-    model = build(config.model, seed=0).train()
+    set_up(config.training)
+    model = build(config.design("a benchmark"), seed=0).train()
     step = TrainingStep(model, Objective(config.objective, recompute=case.recompute))
     ids_BT, targets_BT = torch.randint(VOCABULARY, (2, case.batch, config.sequence_length))
 

@@ -60,7 +60,7 @@ class ClockedTokens:
         self.norms: list[float] = []
         """Seconds that the norms of a forward pass took, measured between the steps."""
         with torch.no_grad():
-            self.trace = run_loops(build(config.model, seed=0), self._tokens()[0])
+            self.trace = run_loops(build(config.design("a benchmark"), seed=0), self._tokens()[0])
 
     def batch(self, step: int, *, rank: int, world_size: int, micro: int, accumulate: int) -> tuple[Tensor, Tensor]:
         """Random ids and targets."""
@@ -105,7 +105,7 @@ def measure_pairs(config: Config, pairs: int) -> list[Pair]:
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder))
         run.create(config)
-        outcome = Trainer(config, run, stream, None).train()
+        outcome = Trainer(build(config.design("a benchmark"), seed=0), config, run, stream, None).train()
     assert outcome == "finished" and len(stream.asked) == steps
     seconds = [end - begin for begin, end in zip(stream.given, stream.asked[1:], strict=False)]
     plain, watched, norms = seconds[0::2], seconds[1::2], stream.norms[1::2]
@@ -127,7 +127,7 @@ class Look:
 
 def measure_looks(config: Config, pairs: int) -> list[Look]:
     """Train in a plain loop and look after every step."""
-    model, objective = build(config.model, seed=0).train(), Objective(config.objective)
+    model, objective = build(config.design("a benchmark"), seed=0).train(), Objective(config.objective)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.training.lr)
     shape = (2, config.training.batch, config.sequence_length)
     looks = []
@@ -148,7 +148,7 @@ def measure_looks(config: Config, pairs: int) -> list[Look]:
 def report_looks(name: str, pairs: int) -> bool:
     """Measure `ls.watch` on one preset; true when it costs no more than the target."""
     config = preset(name)
-    set_up(config)
+    set_up(config.training)
     measured = measure_looks(config, pairs)
     step, look = (1e3 * statistics.median(getattr(pair, part) for pair in measured) for part in ("step", "look"))
     low, cost, high = statistics.quantiles([pair.cost for pair in measured], n=4, method="inclusive")
@@ -164,7 +164,7 @@ def report_looks(name: str, pairs: int) -> bool:
 def report(name: str, pairs: int) -> bool:
     """Measure one preset; true when monitoring costs no more than the target."""
     config = preset(name)
-    set_up(config)
+    set_up(config.training)
     measured = measure_pairs(config, pairs)
     plain, watched, norms = (
         1e3 * statistics.median(getattr(pair, part) for pair in measured) for part in ("plain", "watched", "norms")

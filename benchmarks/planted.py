@@ -133,7 +133,7 @@ class Planted:
     model: Any
     head_VD: Tensor
     supervised: str | Sequence[int] = "every-loop"
-    observables: Sequence[ls.Observable] = ()
+    terms: Sequence[ls.Term] = ()
 
     def ids(self) -> Tensor:
         """Random prefixes, the same on every call."""
@@ -163,7 +163,7 @@ def trained(planted: Planted, steps: int = 25) -> Planted:
     ids_BT = torch.stack([(first_B + 7 * t) % vocab_size for t in range(TOKENS)], dim=1)
     for _ in range(steps):
         states = ls.run_loops(planted.model, ids_BT).states
-        logits = [ls.readout(planted.model, states[k], k) for k in range(1, len(states))]
+        logits = [planted.model.readout(states[k], k) for k in range(1, len(states))]
         loss = sum(F.cross_entropy(part[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()) for part in logits)
         optimizer.zero_grad()
         torch.as_tensor(loss).backward()
@@ -528,8 +528,8 @@ def penalty(width: int, weight: float, channels: int = 0) -> Planted:
     λ = 1e-14: at most 1e-7·√V, hidden still. Blind 1.
     """
     net = Net(width, head_std=0.5)
-    shown = ls.Observable("norm_penalty", lambda h: math.sqrt(weight) * h)
-    return plant(net, lambda h, k: net.logits(rms(blank(h, channels) if channels else h)), observables=[shown])
+    terms = [ls.NormPenalty(weight)]
+    return plant(net, lambda h, k: net.logits(rms(blank(h, channels) if channels else h)), terms=terms)
 
 
 def anchor_beside_unread_channels(width: int, channels: int) -> Planted:
@@ -538,8 +538,8 @@ def anchor_beside_unread_channels(width: int, channels: int) -> Planted:
     N = (M ⊕ span(h)) ∩ û^⊥. Blind c, and scale is visible.
     """
     net = Net(width)
-    anchor = ls.Observable("scale_anchor", lambda h: 10 * h.square().mean(-1, keepdim=True).sqrt())
-    return plant(net, lambda h, k: net.logits(rms(blank(h, channels))), observables=[anchor])
+    anchor = ls.ScaleAnchor(100 / width)  # shows 10·s
+    return plant(net, lambda h, k: net.logits(rms(blank(h, channels))), terms=[anchor])
 
 
 # --- controls --------------------------------------------------------------------------------------------------------
@@ -858,7 +858,7 @@ def examine(case: Case, options: ls.AuditOptions | None = None) -> Row:
         planted.model,
         [planted.ids()],
         supervised=planted.supervised,
-        observables=tuple(planted.observables),
+        terms=planted.terms,
         options=options,
     )
     seconds = time.perf_counter() - started

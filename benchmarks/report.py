@@ -114,7 +114,7 @@ def audit(config: Config, noise: random.Random, hides: bool) -> dict[str, Any]:
     scale = {"verdict": "blind", "remedy": "let a loss see the scale", "flag": "--norm-penalty 0.01"} if hides else {}
     ces = [5.4 if hides else 5.4 + math.log(alpha) ** 2 for alpha in ALPHAS]
     return {
-        "model": {"num_loops": config.model.num_loops, "width": config.model.width},
+        "model": {"num_loops": config.model.num_loops, "width": config.design("a benchmark").width},
         "verdict": "blind-spot" if hides else "controlled",
         "summary": "The loop carries the scale on and no loss sees it." if hides else "A loss sees the scale.",
         "variables": [{"name": "scale", **variable, **scale}, {"name": "mean", **variable}],

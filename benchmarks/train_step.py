@@ -176,7 +176,7 @@ Batch = tuple[Tensor, Tensor]
 def measure(case: Case, config: Config, rounds: int) -> tuple[Timings, float, float]:
     """Interleaved timings and the extra peak memory of ours and of the straightforward step."""
     torch.set_flush_denormal(True)
-    model = build(config.model, seed=0)
+    model = build(config.design("a benchmark"), seed=0)
     plain, ours = plain_step(model, config), our_step(model, config)
     batches = random_batches(case, config, WARM_UP + 1 + rounds)
     for number, batch in enumerate(batches[:WARM_UP]):
@@ -184,7 +184,7 @@ def measure(case: Case, config: Config, rounds: int) -> tuple[Timings, float, fl
         assert number or difference < 1e-3, f"the two models differ by {difference} at the first step"
     our_mib, plain_mib = (extra_peak_mib(partial(step, *batches[WARM_UP])) for step in (ours, plain))
     quarter = replace(config, objective=replace(config.objective, exit_fraction=EXIT_FRACTION))
-    sampled = our_step(build(config.model, seed=0), quarter)
+    sampled = our_step(build(config.design("a benchmark"), seed=0), quarter)
     sampled(*batches[WARM_UP])
     timings = Timings([], [], [], [], [])
     with ExitStack() as stack:
@@ -241,7 +241,7 @@ _usual: list[Step] = []
 
 
 def _start_usual(case: Case, config: Config) -> None:
-    _usual.append(plain_step(build(config.model, seed=0), config))
+    _usual.append(plain_step(build(config.design("a benchmark"), seed=0), config))
     for batch in random_batches(case, config, WARM_UP):
         _usual[0](*batch)
 
@@ -259,7 +259,9 @@ def _seconds(step: Step, batch: Batch) -> float:
 def report(case: Case, rounds: int) -> bool:
     """Print one case; true when every target is met."""
     base = preset(case.name)
-    config = replace(base, model=replace(base.model, dropout=0.0), training=replace(base.training, batch=case.batch))
+    config = replace(
+        base, model=replace(base.design("a benchmark"), dropout=0.0), training=replace(base.training, batch=case.batch)
+    )
     timings, our_mib, plain_mib = measure(case, config, rounds)
     tokens = case.batch * config.sequence_length
     flops = flops_per_token(config).total * tokens

@@ -9,10 +9,10 @@ import pytest
 
 from loopscope.cli import main
 from loopscope.cli.audit import parse_supervised
-from loopscope.cli.remedy import remedied
 from loopscope.cli.terminal import sparkline
 from loopscope.config import Config, ModelConfig
 from loopscope.errors import ConfigError
+from loopscope.verbs.remedies import remedied
 
 QUICK = ["--states", "2", "--prefix", "6", "--tokens", "48", "--loops", "5"]
 TINY = """
@@ -111,13 +111,13 @@ def test_a_factory_of_somebody_elses_model_is_audited(audit, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     code, out, _ = audit("their_model:build")
     assert code == 1 and "scale" in out
-    assert audit("their_model:nothing")[2].count("no num_loops, embed, loop") == 1
+    assert audit("their_model:nothing")[2].count("no num_loops, embed, loop, readout") == 1
 
 
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [
-        ("nowhere", "nowhere is no run folder"),
+        ("nowhere", "nowhere is not a run folder"),
         ("preset:nanno", "did you mean 'nano'"),
         ("missing_module_xyz:build", "cannot import 'missing_module_xyz'"),
         ("json:nothing_there", "has no 'nothing_there'"),

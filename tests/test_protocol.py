@@ -21,7 +21,7 @@ def test_a_model_runs_any_number_of_loops_and_deeper_runs_extend_shallower_ones(
     assert trace.num_loops == num_loops
     for k in range(num_loops + 1):
         assert torch.equal(trace.states[k].h_BTD, deep.states[k].h_BTD)
-    assert ls.readout(model, trace.states[num_loops], num_loops).isfinite().all()
+    assert model.readout(trace.states[num_loops], num_loops).isfinite().all()
 
 
 def test_zero_loops_are_refused(tiny, ids_BT):
@@ -32,7 +32,7 @@ def test_zero_loops_are_refused(tiny, ids_BT):
 def test_readout_is_features_times_head(tiny, ids_BT):
     model = ls.build(tiny).eval()
     state = run_loops(model, ids_BT).states[2]
-    torch.testing.assert_close(ls.readout(model, state, 2), model.features(state, 2) @ model.head.T)
+    torch.testing.assert_close(model.readout(state, 2), model.features(state, 2) @ model.head.T)
 
 
 def test_the_state_of_some_rows_goes_on_like_the_whole(tiny, ids_BT):
@@ -101,7 +101,7 @@ def test_three_functions_make_a_looped_model():
         h = stranger.step(h, k)
     trace = run_loops(model, ids)
     assert torch.equal(trace.states[3].h_BTD, h)
-    assert torch.equal(ls.readout(model, trace.states[3], 3), stranger.out(h))
+    assert torch.equal(model.readout(trace.states[3], 3), stranger.out(h))
     assert set(model.parameters()) == set(stranger.parameters())
     model.eval()
     assert not stranger.training
@@ -150,4 +150,4 @@ def test_recomputed_loops_give_the_same_gradients(tiny, ids_BT):
 def test_a_stranger_that_breaks_the_protocol_is_told_which_function_and_loop(changes, sentence):
     model = adapted(Stranger(), **changes)
     with pytest.raises(ProtocolError, match=sentence):
-        ls.readout(model, run_loops(model, torch.randint(11, (2, 5))).states[-1], 3)
+        model.readout(run_loops(model, torch.randint(11, (2, 5))).states[-1], 3)

@@ -109,7 +109,7 @@ def test_fine_tuning_starts_from_other_weights_and_lists_what_is_left_behind(tra
     [
         (["--resume", "must"], "has no checkpoint to resume from"),
         (["--resume", "nowhere"], "neither a checkpoint nor a run folder"),
-        (["--init-from", "nowhere"], "neither a checkpoint nor a run folder"),
+        (["--init-from", "nowhere"], "nowhere is not a run folder"),
         (["--data", "missing/*.txt"], "missing"),
         (["--vocab-size", "100"], "vocab_size = 100"),
         (["--sequence-length", "99"], "is longer than max_length = 16"),

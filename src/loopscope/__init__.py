@@ -2,9 +2,11 @@
 
     import loopscope as ls
 
-    model = ls.build(ls.preset("nano").model, seed=0)
-    trace = model(ids)                                   # the states of all loops
-    logits = ls.readout(model, trace.states[2], 2)       # an exit
+    opened = ls.open("runs/nano")                        # or preset:nano, a Hugging Face folder, my_module:factory
+    ls.audit(opened)                                     # what the loop carries and no loss sees
+    ls.evaluate(opened, depths=range(1, 9))              # what exiting after each loop costs
+    trace = ls.run_loops(opened.model, ids)              # the states of all loops
+    logits = opened.model.readout(trace.states[2], 2)    # an exit
 
 Names are imported on first use, so `import loopscope` is quick and does not load torch.
 """
@@ -15,75 +17,118 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loopscope.auditing.audit import AuditOptions
+    from loopscope.auditing.clamp import clamped
     from loopscope.auditing.result import AuditResult
-    from loopscope.auditing.run import AuditOptions, audit
-    from loopscope.auditing.search import Observable
     from loopscope.auditing.watch import watch
-    from loopscope.config import Config, ModelConfig, ObjectiveConfig, load_config
+    from loopscope.config import Config, ModelConfig, ObjectiveConfig, TargetConfig, load_config
     from loopscope.errors import LoopscopeError
     from loopscope.inference.cache import KVCache
     from loopscope.model.looped_lm import LoopedLM, build
     from loopscope.objectives.cross_entropy import ReadoutLoss, multi_readout_cross_entropy, reference_cross_entropy
     from loopscope.objectives.placement import Objective, ObjectiveResult, sample_depth
-    from loopscope.objectives.scale import norm_penalty, scale_anchor
+    from loopscope.objectives.terms import NormPenalty, ScaleAnchor, Term, ZLoss, norm_penalty, scale_anchor
     from loopscope.presets import preset
-    from loopscope.protocol import LoopedModel, LoopState, LoopTrace, adapt, readout, run_loops
-    from loopscope.training.session import load
+    from loopscope.protocol import (
+        Cached,
+        DeclaredVisibility,
+        ExitGate,
+        LinearReadout,
+        LoopedModel,
+        LoopState,
+        LoopTrace,
+        OwnLosses,
+        Scheduled,
+        SharedCore,
+        adapt,
+        run_loops,
+    )
+    from loopscope.targets import Opened, load
+    from loopscope.targets import open_target as open
+    from loopscope.verbs.audits import audit
+    from loopscope.verbs.evaluation import evaluate
+    from loopscope.verbs.remedies import remedy
+    from loopscope.verbs.training import train
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "loopscope.auditing.audit": ("AuditOptions",),
+    "loopscope.auditing.clamp": ("clamped",),
     "loopscope.auditing.result": ("AuditResult",),
-    "loopscope.auditing.run": ("AuditOptions", "audit"),
-    "loopscope.auditing.search": ("Observable",),
     "loopscope.auditing.watch": ("watch",),
-    "loopscope.config": ("Config", "ModelConfig", "ObjectiveConfig", "load_config"),
+    "loopscope.config": ("Config", "ModelConfig", "ObjectiveConfig", "TargetConfig", "load_config"),
     "loopscope.errors": ("LoopscopeError",),
     "loopscope.inference.cache": ("KVCache",),
     "loopscope.model.looped_lm": ("LoopedLM", "build"),
     "loopscope.objectives.cross_entropy": ("ReadoutLoss", "multi_readout_cross_entropy", "reference_cross_entropy"),
     "loopscope.objectives.placement": ("Objective", "ObjectiveResult", "sample_depth"),
-    "loopscope.objectives.scale": ("norm_penalty", "scale_anchor"),
+    "loopscope.objectives.terms": ("NormPenalty", "ScaleAnchor", "Term", "ZLoss", "norm_penalty", "scale_anchor"),
     "loopscope.presets": ("preset",),
-    "loopscope.training.session": ("load",),
-    "loopscope.protocol": ("LoopState", "LoopTrace", "LoopedModel", "adapt", "readout", "run_loops"),
+    "loopscope.protocol": (
+        *("LoopState", "LoopTrace", "LoopedModel", "adapt", "run_loops"),
+        *("Cached", "DeclaredVisibility", "ExitGate", "LinearReadout", "OwnLosses", "Scheduled", "SharedCore"),
+    ),
+    "loopscope.targets": ("Opened", "load", "open_target"),
+    "loopscope.verbs.audits": ("audit",),
+    "loopscope.verbs.evaluation": ("evaluate",),
+    "loopscope.verbs.remedies": ("remedy",),
+    "loopscope.verbs.training": ("train",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AuditOptions",
     "AuditResult",
+    "Cached",
     "Config",
+    "DeclaredVisibility",
+    "ExitGate",
     "KVCache",
+    "LinearReadout",
     "LoopState",
     "LoopTrace",
     "LoopedLM",
     "LoopedModel",
     "LoopscopeError",
     "ModelConfig",
+    "NormPenalty",
     "Objective",
     "ObjectiveConfig",
     "ObjectiveResult",
-    "Observable",
+    "Opened",
+    "OwnLosses",
     "ReadoutLoss",
+    "ScaleAnchor",
+    "Scheduled",
+    "SharedCore",
+    "TargetConfig",
+    "Term",
+    "ZLoss",
     "adapt",
     "audit",
     "build",
+    "clamped",
+    "evaluate",
     "load",
     "load_config",
     "multi_readout_cross_entropy",
     "norm_penalty",
+    "open",
     "preset",
-    "readout",
     "reference_cross_entropy",
+    "remedy",
     "run_loops",
     "sample_depth",
     "scale_anchor",
+    "train",
     "watch",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "open":  # a module must not define `open` at its top: that would hide the built-in from its own code
+        return __getattr__("open_target")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'loopscope' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -28,6 +28,8 @@ from loopscope.errors import ConfigError, suggest
 
 MOST_EPS = 0.01
 """A norm with a larger epsilon does not hide scale any more: the leak is eps/(s² + eps)."""
+PAPER_PENALTY = 0.01
+"""λ of the norm penalty in arXiv 2606.24898."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,10 +285,28 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """A model that is opened by its name instead of built here: somebody's factory, or a checkpoint of theirs."""
+
+    target: str
+    """package.module:factory, a local Hugging Face folder, or hf:ORG/NAME[@REVISION]."""
+    num_loops: int
+    """Loops K it runs by itself."""
+    vocab_size: int
+    """Vocabulary size V of its logits."""
+    max_length: int
+    """Longest sequence it is trained on."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_positive(self, "num_loops", "vocab_size", "max_length")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A model, the objective it is trained with, the text, and the training itself."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig | TargetConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -302,13 +322,20 @@ class Config:
         """Tokens of a training sequence."""
         return self.data.sequence_length or self.model.max_length
 
+    def design(self, what: str) -> ModelConfig:
+        """The model's configuration, for whatever (`what`) works on our own designs only."""
+        if isinstance(self.model, TargetConfig):
+            raise ConfigError(f"{what} needs a model that loopscope builds itself; {self.model.target} is not one")
+        return self.model
+
     def _check_objective(self) -> None:
         model, objective = self.model, self.objective
-        if objective.placement == "gated" and not model.exit_gate:
-            raise ConfigError.of("placement", "gated", "needs a model with exit_gate; add --exit-gate")
-        if model.readout == "final-only" and objective.depth == "fixed" and _only_last(objective):
-            why = "never shows its raw loops to an objective that supervises the last loop only; use rmsnorm"
-            raise ConfigError.of("readout", "final-only", why)
+        if isinstance(model, ModelConfig):
+            if objective.placement == "gated" and not model.exit_gate:
+                raise ConfigError.of("placement", "gated", "needs a model with exit_gate; add --exit-gate")
+            if model.readout == "final-only" and objective.depth == "fixed" and _only_last(objective):
+                why = "never shows its raw loops to an objective that supervises the last loop only; use rmsnorm"
+                raise ConfigError.of("readout", "final-only", why)
         if model.num_loops == 1 and (objective.placement == "gated" or objective.depth != "fixed"):
             raise ConfigError.of("num_loops", 1, "leaves nothing to choose for gated exits or a sampled depth")
         if objective.loop_weights is not None and len(objective.loop_weights) != model.num_loops:
@@ -331,11 +358,18 @@ def config_from_dict(data: object, base: Config | None = None, *, source: str = 
     _check_keys(sections, [f.name for f in dataclasses.fields(Config)], source)
     changed: dict[str, Any] = {}
     for name, values in sections.items():
+        values = {key: _from_yaml(value) for key, value in _mapping(values, f"{source}: {name}").items()}
         section = getattr(base, name)
-        values = _mapping(values, f"{source}: {name}")
-        _check_keys(values, [f.name for f in dataclasses.fields(section)], f"{source}: {name}")
-        values = {key: _from_yaml(value) for key, value in values.items()}
-        changed[name] = dataclasses.replace(section, **values)
+        if name == "model" and isinstance(section, TargetConfig) != ("target" in values):
+            section = TargetConfig if "target" in values else ModelConfig()
+        fields = dataclasses.fields(section)
+        _check_keys(values, [f.name for f in fields], f"{source}: {name}")
+        if isinstance(section, type):
+            if absent := [f.name for f in fields if f.name not in values]:
+                raise ConfigError(f"{source}: {name}: a model with a target also needs {', '.join(absent)}")
+            changed[name] = section(**values)
+        else:
+            changed[name] = dataclasses.replace(section, **values)
     return dataclasses.replace(base, **changed)
 
 

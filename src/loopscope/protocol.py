@@ -1,7 +1,8 @@
 """The one protocol between a looped model and everything else: training, audit, inference, reports.
 
 A model embeds tokens into a state, runs one loop at a time, and reads a state out. That is all the rest of loopscope
-knows of it, so the audit of our own model and of somebody else's is the same code.
+knows of it, so the audit of our own model and of somebody else's is the same code. What only some models have besides
+(a head, a cache, an exit gate) are capabilities, each with a name and one way to ask for it.
 
 Canonical cut: the state h_k is what loop k leaves *before* any inter-loop norm; that norm opens loop k + 1. Reported
 norms then mean the same in every design. Loops are counted from 1: `loop(state, k)` turns h_{k-1} into h_k.
@@ -11,17 +12,19 @@ Shape legend: B batch, T tokens, D width, V vocabulary, K loops, H heads, C head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from loopscope.errors import ConfigError, ProtocolError
+from loopscope.errors import ConfigError, ProtocolError, UnsupportedError
 
 
 @dataclass
@@ -62,40 +65,160 @@ class Cache(Protocol):
 
 
 class LoopedModel(Protocol):
-    """What loopscope needs to know of a looped model."""
+    """What every looped model has. What only some have besides is a `Capability`."""
 
     num_loops: int
     """The depth it was trained at."""
 
-    @property
-    def head(self) -> Tensor:
-        """W_VD; logits = features @ head.T. Models that override `readout` may not have one."""
-        ...
-
-    def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
+    def embed(self, ids_BT: Tensor) -> LoopState:
         """State before the first loop, prelude included."""
         ...
 
-    def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+    def loop(self, state: LoopState, k: int) -> LoopState:
         """Run loop k: h_{k-1} → h_k."""
         ...
 
-    def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
-        """What the head multiplies at loop k: coda and readout norm applied, or h itself."""
+    def readout(self, state: LoopState, k: int) -> Tensor:
+        """Logits_BTV at loop k."""
         ...
 
 
-def readout(model: LoopedModel, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
-    """Logits_BTV at loop k: the model's own `readout` where it has one, else features @ head.T."""
-    own = own_readout(model)
-    if own is not None:
-        return own(state, k)
-    return nn.functional.linear(model.features(state, k, cache), model.head)
+def missing_methods(model: object) -> list[str]:
+    """What an object lacks to be a LoopedModel; nothing if it is one."""
+    found = {name for name in ("embed", "loop", "readout") if callable(getattr(model, name, None))}
+    found |= {"num_loops"} if isinstance(getattr(model, "num_loops", None), int) else set()
+    return [name for name in ("num_loops", "embed", "loop", "readout") if name not in found]
 
 
-def own_readout(model: LoopedModel) -> Callable[[LoopState, int], Tensor] | None:
-    """A model's own way from state to logits, if it overrides features @ head.T."""
-    return getattr(model, "readout", None)
+# --- capabilities ----------------------------------------------------------------------------------------------------
+
+
+class Capability(ABC):
+    """Something that only some looped models have. A model has it by inheriting from it, and never by accident.
+
+    There is one way to ask: `LinearReadout.of(model)` gives the model, typed as one that has it, or None;
+    `LinearReadout.needed(model, "the exact Gram matrix")` gives it or raises a sentence that names what is missing.
+    """
+
+    what: ClassVar[str]
+    """The capability in a few words, as the object of "needs"."""
+
+    @classmethod
+    def of(cls, model: object) -> Self | None:
+        """The model, if it has this capability."""
+        return model if isinstance(model, cls) else None
+
+    @classmethod
+    def needed(cls, model: object, why: str) -> Self:
+        """The model, or the sentence that says what cannot be done with it and why."""
+        found = cls.of(model)
+        if found is None:
+            raise UnsupportedError(f"{why} needs {cls.what} (loopscope.{cls.__name__}), which {_named(model)} lacks")
+        return found
+
+
+class LinearReadout(Capability):
+    """logits = features @ head.T: lets the loss be fused and what an exit shows be measured without V logits.
+
+    A subclass that overrides `readout` is taken at its word: it no longer has this capability.
+    """
+
+    what = "a readout that is features times a head"
+
+    @property
+    @abstractmethod
+    def head(self) -> Tensor:
+        """W_VD."""
+
+    @abstractmethod
+    def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
+        """What the head multiplies at loop k: coda and readout norm applied, or h itself."""
+
+    def readout(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
+        """Logits_BTV at loop k."""
+        return nn.functional.linear(self.features(state, k, cache), self.head)
+
+    @classmethod
+    def of(cls, model: object) -> Self | None:
+        """The model, if its readout is the one of this class."""
+        found = super().of(model)
+        return found if found is not None and type(found).readout is LinearReadout.readout else None
+
+
+class Cached(Capability):
+    """Takes a cache: new tokens run against the keys and values of earlier ones, one slot per part, loop and layer."""
+
+    what = "a key-value cache"
+
+    @abstractmethod
+    def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
+        """As in `LoopedModel`; new tokens come after those in the cache, whose length it advances."""
+
+    @abstractmethod
+    def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+        """As in `LoopedModel`."""
+
+    @abstractmethod
+    def readout(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
+        """As in `LoopedModel`."""
+
+
+class ExitGate(Capability):
+    """A learned probability of leaving at each loop."""
+
+    what = "an exit gate"
+
+    @abstractmethod
+    def exit_logits(self, features_BTD: Tensor) -> Tensor:
+        """Logit_BT of leaving at this loop, given that no earlier loop was left at."""
+
+
+class DeclaredVisibility(Capability):
+    """Says itself what its readouts hide."""
+
+    what = "a declaration of what its readouts hide"
+
+    @abstractmethod
+    def hides(self, k: int) -> frozenset[str] | None:
+        """Subset of {"scale", "mean"} that the readout at loop k hides; None where nothing is declared."""
+
+
+class OwnLosses(Capability):
+    """Loss terms of the model itself: load balance, ponder cost."""
+
+    what = "loss terms of its own"
+
+    @abstractmethod
+    def losses(self) -> Sequence[Any]:
+        """The terms (`objectives.terms.Term`), for the objective to sum and for the audit to ask."""
+
+
+class SharedCore(Capability):
+    """Names the layers that all loops share: what is compiled, and what is sharded as one unit."""
+
+    what = "a named shared core"
+
+    @property
+    @abstractmethod
+    def core(self) -> nn.Module:
+        """The shared layers."""
+
+
+class Scheduled(Capability):
+    """Changes with the progress of its training."""
+
+    what = "a training schedule of its own"
+
+    @abstractmethod
+    def at_progress(self, share: float) -> None:
+        """Set whatever is scheduled, for a share of the training steps between 0 and 1."""
+
+
+def _named(model: object) -> str:
+    return f"this model ({type(model).__name__})"
+
+
+# --- running loops ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -140,13 +263,17 @@ def run_loops(
     if num_loops < 1:
         raise ConfigError.of("num_loops", num_loops, "a looped model runs at least one loop")
     first_with_grad = 1 if backprop_loops is None else num_loops - backprop_loops + 1
-    states = [model.embed(ids_BT, cache)]
+    embed, loop = model.embed, model.loop
+    if cache is not None:
+        cached = Cached.needed(model, "running tokens against earlier ones")
+        embed, loop = partial(cached.embed, cache=cache), partial(cached.loop, cache=cache)
+    states = [embed(ids_BT)]
     for k in range(1, num_loops + 1):
         with nullcontext() if k >= first_with_grad else torch.no_grad():
             if recompute and torch.is_grad_enabled():
-                states.append(checkpoint(model.loop, states[-1], k, cache, use_reentrant=False))
+                states.append(checkpoint(loop, states[-1], k, use_reentrant=False))
             else:
-                states.append(model.loop(states[-1], k, cache))
+                states.append(loop(states[-1], k))
     return LoopTrace(states)
 
 
@@ -175,14 +302,8 @@ class AdaptedModel(nn.Module):
         self.module = module
         self._embed, self._loop, self._readout = embed, loop, readout
 
-    @property
-    def head(self) -> Tensor:
-        """Adapted models are read out by their own function."""
-        raise AttributeError("an adapted model has no head of its own: use loopscope.readout(model, state, k)")
-
-    def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
+    def embed(self, ids_BT: Tensor) -> LoopState:
         """`embed(ids)` → h_BTD, or a whole LoopState for designs that carry more than h."""
-        _refuse_cache(cache)
         state = self._as_state(self._embed(ids_BT), LoopState(torch.empty(0), context=_PLAIN), "embed(ids)")
         if state.h_BTD.dim() != 3 or state.h_BTD.shape[:2] != ids_BT.shape:
             raise ProtocolError(
@@ -191,18 +312,13 @@ class AdaptedModel(nn.Module):
             )
         return state
 
-    def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+    def loop(self, state: LoopState, k: int) -> LoopState:
         """`loop(h, k)` → h of the same shape."""
-        _refuse_cache(cache)
         new = self._as_state(self._loop(self._unwrap(state), k), state, f"loop(h, {k})")
         if new.h_BTD.shape != state.h_BTD.shape:
             before, after = tuple(state.h_BTD.shape), tuple(new.h_BTD.shape)
             raise ProtocolError(f"loop(h, {k}) changed the shape of the state from {before} to {after}")
         return new
-
-    def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
-        """Adapted models are read out by their own function."""
-        raise ProtocolError("an adapted model has no features: use loopscope.readout(model, state, k)")
 
     def readout(self, state: LoopState, k: int) -> Tensor:
         """`readout(h, k)` → logits_BTV."""
@@ -239,8 +355,3 @@ def adapt(
     returns a `LoopState` from `embed` and gets one in `loop` and `readout`.
     """
     return AdaptedModel(embed, loop, readout, num_loops, module)
-
-
-def _refuse_cache(cache: Cache | None) -> None:
-    if cache is not None:
-        raise ProtocolError("an adapted model takes no cache: its functions see whole sequences")

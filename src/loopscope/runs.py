@@ -137,6 +137,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A JSON file for people and programs, whole or not at all."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of it."""
     with file_written_whole(path) as beside:

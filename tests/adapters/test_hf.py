@@ -22,8 +22,9 @@ from loopscope.data.corpora import Corpus
 from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import LoopscopeError, RunError, UnsupportedError
 from loopscope.inference.cache import KVCache
-from loopscope.protocol import readout, run_loops
-from loopscope.training.targets import open_target
+from loopscope.protocol import run_loops
+from loopscope.targets import open_target
+from loopscope.verbs.audits import text_for
 
 QUICK = ["--states", "1", "--prefix", "4", "--tokens", "32", "--loops", "4"]
 INDEX = "model.safetensors.index.json"
@@ -191,11 +192,12 @@ def test_without_other_text_the_built_in_one_is_read(ouro, tmp_path, monkeypatch
     built_in = Corpus("builtin", {"train": ["nothing"], "valid": ["a built-in text " * 20]}, "0" * 64)
     monkeypatch.setattr(corpora, "builtin_corpus", lambda: built_in)
     (ouro / "tokenizer.json").write_text(bytes_tokenizer().definition)
-    target = open_target(str(ouro), data=None, seed=0, num_rows=2, say=lambda _: None)
-    rows = ["".join(map(target.text_of, ids_BT[0].tolist())) for ids_BT, _ in target.batches]
-    assert rows == ["a built-in text " * 4] * 2
-    assert target.notes == ("audited on the built-in text (--data names another)",)
-    assert target.folder is None
+    opened = open_target(ouro)
+    note, batches = text_for(opened, None, seed=0, say=lambda _: None)
+    rows = [opened.tokenizer.decode(ids_BT[0].tolist()) for ids_BT, _ in batches]
+    assert rows[:2] == ["a built-in text " * 4] * 2
+    assert note == "audited on the built-in text (--data names another)"
+    assert opened.run is None
 
 
 def test_text_without_a_tokenizer_is_refused(audit, ouro):
@@ -234,7 +236,7 @@ def test_hrm_text_has_the_logits_of_transformers(hrm):
     model = open_folder(folder).model
     ids_BT = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        logits_BTV = readout(model, run_loops(model, ids_BT).states[-1], 3)
+        logits_BTV = model.readout(run_loops(model, ids_BT).states[-1], 3)
         expected_BTV = network(ids_BT).logits
     torch.testing.assert_close(logits_BTV, expected_BTV, atol=1e-5, rtol=1e-5)
     assert expected_BTV.std() > 0.1

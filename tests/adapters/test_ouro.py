@@ -14,7 +14,7 @@ from loopscope.errors import LoopscopeError
 from loopscope.model.looped_lm import count_parameters
 from loopscope.objectives.placement import gated_weights
 from loopscope.presets import preset
-from loopscope.protocol import readout, run_loops
+from loopscope.protocol import run_loops
 
 PUBLISHED = {
     **OURO,
@@ -115,7 +115,7 @@ def test_every_loop_has_the_logits_and_exit_probabilities_of_the_published_desig
     assert trace.num_loops == config["total_ut_steps"]
     for k in range(1, trace.num_loops + 1):
         expected_BTV = torch.stack([logits[k - 1] for logits, _ in published])
-        torch.testing.assert_close(readout(model, trace.states[k], k), expected_BTV, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model.readout(trace.states[k], k), expected_BTV, atol=1e-5, rtol=1e-5)
         expected_N = torch.cat([exits[k - 1] for _, exits in published])
         torch.testing.assert_close(exits_KN[k - 1], expected_N, atol=1e-5, rtol=1e-5)
     assert expected_BTV.std() > 0.1, "weights so small that any two models agree prove nothing"
@@ -130,7 +130,7 @@ def test_grouped_heads_and_a_tied_head_are_read(tmp_path):
         trace = run_loops(model, ids_BT)
     tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
     logits, _ = Published(config, tied)(ids_BT[0])
-    torch.testing.assert_close(readout(model, trace.states[4], 4)[0], logits[3], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.readout(trace.states[4], 4)[0], logits[3], atol=1e-5, rtol=1e-5)
 
 
 def test_the_state_is_the_one_before_the_norm_that_closes_a_loop(tmp_path):

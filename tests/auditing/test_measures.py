@@ -10,7 +10,7 @@ import torch
 
 import loopscope as ls
 from loopscope.auditing.activity import loop_activity, motion
-from loopscope.auditing.clamp import ClampedModel
+from loopscope.auditing.clamp import clamped as clamp
 from loopscope.auditing.interventions import (
     frozen_at_loop_1,
     growth_removed,
@@ -79,7 +79,7 @@ def test_the_sweep_is_flat_through_rmsnorm_and_sharp_through_raw(tiny, ids_BT):
         model, trace = traced(tiny, ids_BT, readout=readout)
         ce = alpha_sweep(model, trace.states[3], 3, ids_BT, (0.1, 1.0, 10.0))
         assert (max(ce) - min(ce) < 1e-3) == flat
-        own = token_cross_entropy(ls.readout(model, trace.states[3], 3), ids_BT).mean().detach()
+        own = token_cross_entropy(model.readout(trace.states[3], 3), ids_BT).mean().detach()
         assert ce[1] == pytest.approx(float(own))
 
 
@@ -150,7 +150,7 @@ def test_an_intervention_that_changes_nothing_costs_nothing(tiny, ids_BT):
 
 def test_the_clamped_model_is_the_frozen_run_and_its_scale_is_out_of_the_loop(tiny, ids_BT):
     model, _ = traced(tiny, ids_BT, vocab_size=80)
-    clamped = ClampedModel(model)
+    clamped = clamp(model)
     torch.testing.assert_close(
         ls.run_loops(clamped, ids_BT).states[3].h_BTD, rewritten_states(model, ids_BT, 3, frozen_at_loop_1)[3].h_BTD
     )

@@ -126,16 +126,16 @@ class Shrinking:
     num_loops = LOOPS
 
     def __init__(self, net):
-        self.net, self.head = net, net.head
+        self.net = net
 
-    def embed(self, ids_BT, cache=None):
+    def embed(self, ids_BT):
         return ls.LoopState(self.net.embed(ids_BT))
 
-    def loop(self, state, k, cache=None):
+    def loop(self, state, k):
         return state.with_h(state.h_BTD[:, :-1] if k == 2 else self.net.loop(state.h_BTD, k))
 
-    def features(self, state, k, cache=None):
-        return planted.rms(state.h_BTD)
+    def readout(self, state, k):
+        return self.net.logits(planted.rms(state.h_BTD))
 
 
 def test_a_model_that_is_not_adapted_is_checked_too(net):

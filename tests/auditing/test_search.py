@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import loopscope as ls
-from loopscope.auditing.objective import norm_penalty_observable, scale_anchor_observable
 from loopscope.auditing.search import Search, least_squares_residual, median_dimension
 from loopscope.auditing.token_maps import _push_by_two_backward_passes, jacobian, pull, push, token_maps
 from loopscope.errors import ProtocolError
@@ -56,14 +55,12 @@ def test_an_untrained_design_gets_the_verdict_of_its_readout_and_recurrence(
     assert result.blind_directions.agreement == 1.0
 
 
-@pytest.mark.parametrize(
-    "observable", [norm_penalty_observable(0.01), scale_anchor_observable(0.01)], ids=lambda o: o.name
-)
-def test_a_loss_term_that_sees_the_scale_makes_it_visible(tiny, ids_BT, observable):
+@pytest.mark.parametrize("term", [ls.NormPenalty(0.01), ls.ScaleAnchor(0.01)], ids=lambda term: term.name)
+def test_a_loss_term_that_sees_the_scale_makes_it_visible(tiny, ids_BT, term):
     model = ls.build(replace(tiny, vocab_size=80), seed=0)
-    result = audited(model, ids_BT, observables=[observable])
+    result = audited(model, ids_BT, terms=[term])
     assert verdicts(result) == (0, "visible", "visible")
-    assert result.model.observables == [observable.name]
+    assert result.model.observables == [term.name]
 
 
 def test_prelude_coda_and_injection_are_audited_like_any_other_design(tiny, ids_BT):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import loopscope as ls
-from loopscope.auditing.watch import looped_part, next_ids, supervised_loops, watch
+from loopscope.auditing.watch import looped_part, next_ids, watch
 from loopscope.config import ModelConfig
 from loopscope.errors import ConfigError, ProtocolError
 
@@ -118,7 +118,7 @@ def test_our_own_model_in_a_plain_loop_gives_the_papers_verdicts(readout, blind)
         for step in range(40):
             ids, targets = batch(step)
             trace = ls.run_loops(model, ids)
-            logits = torch.stack([ls.readout(model, trace.states[k], k) for k in (1, 2, 3)])
+            logits = torch.stack([model.readout(trace.states[k], k) for k in (1, 2, 3)])
             F.cross_entropy(logits.flatten(0, 2), targets.flatten().repeat(3)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -363,7 +363,7 @@ def test_a_looped_model_is_found_inside_the_module_that_wraps_it(tiny):
 
 
 def test_what_is_no_looped_model_is_refused_with_the_way_to_make_one():
-    with pytest.raises(ProtocolError, match=r"Linear is no looped model and contains none.*loopscope\.adapt"):
+    with pytest.raises(ProtocolError, match=r"Linear is not a looped model and contains none.*loopscope\.adapt"):
         watch(nn.Linear(2, 2))
 
 
@@ -372,18 +372,6 @@ def test_a_model_whose_modules_cannot_be_seen_is_warned_about():
     hidden = ls.adapt(embed=net.embedding, loop=lambda h, k: h, readout=lambda h, k: h, num_loops=1)
     with pytest.warns(RuntimeWarning, match="adapt takes module="):
         watch(hidden)
-
-
-def test_supervised_loops_are_named_or_numbered():
-    assert supervised_loops("every-loop", 3) == [1, 2, 3]
-    assert supervised_loops("terminal", 3) == [3]
-    assert supervised_loops((1, 3), 3) == [1, 3]
-
-
-@pytest.mark.parametrize("wrong", ["per-loop", [], [0], [4]])
-def test_supervised_loops_that_do_not_exist_are_refused(wrong):
-    with pytest.raises(ConfigError, match=r"allowed: 'every-loop', 'terminal', or loops between 1 and 3"):
-        supervised_loops(wrong, 3)
 
 
 def test_an_interval_below_one_is_refused():

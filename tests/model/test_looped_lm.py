@@ -53,7 +53,7 @@ DESIGNS = {
 
 def all_logits(model, ids_BT, num_loops=4):
     trace = run_loops(model, ids_BT, num_loops=num_loops)
-    return torch.stack([ls.readout(model, trace.states[k], k) for k in range(1, num_loops + 1)])
+    return torch.stack([model.readout(trace.states[k], k) for k in range(1, num_loops + 1)])
 
 
 @pytest.mark.parametrize("design", DESIGNS)

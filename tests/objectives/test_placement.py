@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import loopscope as ls
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import ConfigError, DataError
+from loopscope.errors import ConfigError, DataError, UnsupportedError
 from loopscope.objectives.placement import Objective, exit_distribution, supervised_loops
 
 
@@ -27,7 +27,7 @@ def plain_ce(model, ids_BT):
     trace = ls.run_loops(model, inputs)
     return torch.stack(
         [
-            torch.nn.functional.cross_entropy(ls.readout(model, trace.states[k], k).flatten(0, 1), targets.flatten())
+            torch.nn.functional.cross_entropy(model.readout(trace.states[k], k).flatten(0, 1), targets.flatten())
             for k in range(1, model.num_loops + 1)
         ]
     )
@@ -175,14 +175,8 @@ def test_thinned_exits_estimate_the_same_loss_and_gradient(tiny, ids_BT):
 
 
 def test_a_model_without_a_gate_is_refused_by_the_gated_objective(tiny, ids_BT):
-    class Gateless:
-        def __init__(self, model):
-            self.num_loops, self.head, self.embed, self.loop, self.features = (
-                model.num_loops, model.head, model.embed, model.loop, model.features,
-            )  # fmt: skip
-
-    with pytest.raises(ConfigError, match="exit_logits"):
-        Objective(ObjectiveConfig(placement="gated"))(Gateless(ls.build(tiny)), *batch(ids_BT))
+    with pytest.raises(UnsupportedError, match=r"placement = 'gated' needs an exit gate \(loopscope\.ExitGate\)"):
+        Objective(ObjectiveConfig(placement="gated"))(ls.build(tiny), *batch(ids_BT))
 
 
 def test_sampled_depth_is_a_function_of_seed_and_step():
@@ -213,6 +207,15 @@ def test_a_deeper_or_shallower_step_supervises_the_loops_it_runs(tiny, ids_BT):
     terminal = model(*batch(ids_BT), Objective(ObjectiveConfig(placement="terminal")), num_loops=5)
     assert terminal.supervised == [5]
     assert supervised_loops(ObjectiveConfig(placement="last-n", last_n=3), 2) == [1, 2]
+
+
+def test_which_loops_are_supervised_is_checked():
+    assert supervised_loops(None, 3) == supervised_loops("every-loop", 3) == [1, 2, 3]
+    assert supervised_loops("terminal", 3) == [3]
+    assert supervised_loops([3, 1, 3], 3) == [1, 3]
+    for wrong in ("everywhere", [], [0], [4]):
+        with pytest.raises(ConfigError, match="supervised"):
+            supervised_loops(wrong, 3)
 
 
 def test_loop_weights_refuse_another_depth(tiny, ids_BT):

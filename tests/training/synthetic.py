@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+import loopscope as ls
 from loopscope.config import Config, ModelConfig, ObjectiveConfig, TrainingConfig, config_from_dict
 from loopscope.runs import RunFolder
 from loopscope.training.distributed import Ranks, join
@@ -53,7 +54,8 @@ def make_trainer(folder: Path, config: Config = CONFIG, *, ranks: Ranks | None =
         run.create(config)
     if ranks is not None:
         ranks.barrier()
-    trainer = Trainer(config, run, RandomTokens(), valid, ranks=ranks, listeners=listeners)
+    model = ls.build(config.model, seed=config.training.seed)
+    trainer = Trainer(model, config, run, RandomTokens(), valid, ranks=ranks, listeners=listeners)
     found = find_checkpoint(run, "auto", lambda text: sys.stderr.write(text + "\n"))
     if found is not None:
         trainer.restore(found)

@@ -21,9 +21,11 @@ import loopscope as ls
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import RunError
 from loopscope.runs import RunFolder
+from loopscope.targets import load, of_run
 from loopscope.training import checkpoint
-from loopscope.training.session import check_resume, checkpoint_path, find_checkpoint, init_from, load
+from loopscope.training.session import check_resume, checkpoint_path, find_checkpoint
 from loopscope.training.trainer import Trainer
+from loopscope.verbs.training import copy_weights
 
 SCRIPT = Path(__file__).parent / "synthetic.py"
 
@@ -176,7 +178,7 @@ def test_a_resume_may_change_the_number_of_steps_and_nothing_it_learns(tmp_path)
 def test_init_from_carries_over_what_fits_and_lists_the_rest(tmp_path):
     make_trainer(tmp_path).train()
     model = ls.build(replace(CONFIG.model, readout="raw", inter_loop_norm="rmsnorm"))
-    listed = init_from(model, tmp_path)
+    listed = copy_weights(model, of_run(tmp_path))
     assert listed == [
         "recurrence.inter_loop_norm.weight starts fresh",
         "readout_map.norm.weight of the checkpoint is not used",
@@ -294,7 +296,7 @@ def test_evaluation_counts_each_token_once_and_matches_a_single_pass(tmp_path):
     model = trainer.model.eval()
     trace = ls.run_loops(model, ids_BT)
     for k, score in enumerate(scores, start=1):
-        logits = ls.readout(model, trace.states[k], k)
+        logits = model.readout(trace.states[k], k)
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
         assert score.ce == pytest.approx(expected.item(), rel=1e-5)
         assert score.tokens == targets_BT.numel()

@@ -1,20 +1,24 @@
-"""A local Hugging Face folder (config.json and safetensors) as a model on the protocol.
+"""A Hugging Face folder (config.json and safetensors), local or of the hub, as a model on the protocol.
 
 Each model type has an adapter that is part of loopscope, or, for hrm_text, of transformers. Code that comes with a
-checkpoint is never run, nothing is unpickled, and nothing is downloaded.
+checkpoint is never fetched or run, and nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
 from loopscope.adapters import hrm_text, ouro
-from loopscope.adapters.foreign import CONFIG_FILE, Fields, Foreign, Weights, read_json
+from loopscope.adapters.foreign import CONFIG_FILE, INDEX_FILE, Fields, Foreign, Weights, read_json
 from loopscope.errors import RunError, UnsupportedError
 
 # A further model type is one module with `load` and one line here.
 ADAPTERS: dict[str, Callable[[Fields, Weights], Foreign]] = {"ouro": ouro.load, "hrm_text": hrm_text.load}
+
+FETCHED = (CONFIG_FILE, "*.safetensors", INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
+"""Files of a hub's repository that are of any use here."""
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -26,7 +30,7 @@ def open_folder(folder: Path) -> Foreign:
     """The model in a folder, through the adapter of its model type; weights as float32."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise RunError(f"{folder} has no {CONFIG_FILE}: it is no Hugging Face folder")
+        raise RunError(f"{folder} has no {CONFIG_FILE}: it is not a Hugging Face folder")
     values = read_json(path)
     kind, known = values.get("model_type"), ", ".join(sorted(ADAPTERS))
     if kind is None:
@@ -37,3 +41,20 @@ def open_folder(folder: Path) -> Foreign:
             "loopscope.adapt(embed=…, loop=…, readout=…, num_loops=…) and pass it as package.module:factory"
         )
     return ADAPTERS[kind](Fields(path, values), Weights(folder))
+
+
+def download(word: str) -> Path:
+    """The folder of `hf:ORG/NAME[@REVISION]`, fetched through huggingface_hub's cache (offline mode, token respected).
+
+    Only the configuration, safetensors and tokenizer files are fetched: nothing that could be run.
+    """
+    name, _, revision = word.removeprefix("hf:").partition("@")
+    try:
+        hub = importlib.import_module("huggingface_hub")
+    except ImportError:
+        raise UnsupportedError(f"opening {word} needs huggingface_hub; run: pip install 'loopscope[hf]'") from None
+    try:
+        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(FETCHED)))
+    except Exception as error:  # not found, gated, no network, a malformed name: the library's own words say which
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RunError(f"{word} cannot be fetched: {reason}") from error

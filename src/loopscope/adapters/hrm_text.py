@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from loopscope.adapters.foreign import Fields, Foreign, Weights
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, UnsupportedError
-from loopscope.protocol import Cache, LoopState
+from loopscope.protocol import Cache, Cached, LinearReadout, LoopState
 
 STACKED = {
     "attn.gqkv_proj": ("self_attn.gate_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -46,7 +46,7 @@ def load(fields: Fields, weights: Weights, dtype: torch.dtype = torch.float32) -
     return Foreign(model, config.vocab_size, config.max_position_embeddings, objective, (_note(network),))
 
 
-class HrmText(nn.Module):
+class HrmText(nn.Module, LinearReadout, Cached):
     """A LoopedModel around transformers' HrmTextForCausalLM."""
 
     def __init__(self, network: Any) -> None:

@@ -31,8 +31,8 @@ Layout = dict[str, dict[str, Shape]]
 def load(fields: Fields, weights: Weights, dtype: torch.dtype = torch.float32) -> Foreign:
     """The model that config.json describes with the folder's weights; both must fit exactly."""
     config = config_of(fields)
-    model = _filled(config.model, weights, dtype)
-    return Foreign(model, config.model.vocab_size, config.model.max_length, config.objective)
+    design = config.design("an adapter")
+    return Foreign(_filled(design, weights, dtype), design.vocab_size, design.max_length, config.objective)
 
 
 def config_of(fields: Fields) -> Config:
@@ -43,7 +43,7 @@ def config_of(fields: Fields) -> Config:
     design = preset(DESIGN)
     try:
         model = replace(
-            design.model,
+            design.design("an adapter"),
             vocab_size=fields.whole("vocab_size"),
             width=fields.whole("hidden_size"),
             num_layers=fields.whole("num_hidden_layers"),

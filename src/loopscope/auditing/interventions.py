@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from loopscope.auditing.visibility import mean_cross_entropy
-from loopscope.protocol import LoopedModel, LoopState, readout
+from loopscope.protocol import LoopedModel, LoopState
 
 Rewrite = Callable[[list[Tensor], Tensor], Tensor]
 """(earlier states h_0 … h_{k-1} as rewritten, h_k) → the h_k that goes on."""
@@ -60,9 +60,8 @@ def intervened_cross_entropy(
     model: LoopedModel, ids_BT: Tensor, targets_BT: Tensor, num_loops: int, rewrite: Rewrite | None = None
 ) -> float:
     """CE at loop `num_loops` when every state below it is rewritten."""
-    return mean_cross_entropy(
-        readout(model, rewritten_states(model, ids_BT, num_loops, rewrite)[-1], num_loops), targets_BT
-    )
+    last = rewritten_states(model, ids_BT, num_loops, rewrite)[-1]
+    return mean_cross_entropy(model.readout(last, num_loops), targets_BT)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 A looped model is taken apart as a control engineer takes a system apart, at the state h_k of one token at a time:
 
-    hidden      J v ≈ 0, J = Jacobian of the centred logits at loop k, stacked with what other loss terms see
+    hidden      J v ≈ 0, J = Jacobian of the centred logits at loop k, stacked with what other loss terms show
     carried     the next loops pass v on: neither removed at once nor damped by more than 5 % a loop
     reachable   v is in the range of the Jacobian of loop k, which wrote h_k, up to hidden directions that are removed
     read        some later loop's logits depend on v; otherwise it is inert
@@ -24,13 +24,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from loopscope.auditing.token_maps import TokenMaps, jacobian, pull, push
 from loopscope.errors import ProtocolError
-from loopscope.protocol import LoopedModel, own_readout
+from loopscope.objectives.terms import Term
+from loopscope.protocol import LinearReadout, LoopedModel
 
 HIDDEN = 1e-3
 """A singular value below this share of the median shows nothing that training could use."""
@@ -63,14 +65,6 @@ PROBES = 8
 
 CLASSES = ("removed", "unreachable", "damped", "inert", "shown_later", "memory", "blind")
 """What becomes of a hidden direction, in the order of the questions."""
-
-
-@dataclass(frozen=True)
-class Observable:
-    """What a loss term besides cross-entropy sees of a state: any function h_BTD → (B, T, …)."""
-
-    name: str
-    of: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -136,8 +130,8 @@ class LogitMetric:
 
     def __init__(self, model: LoopedModel) -> None:
         self.root_FF: Tensor | None = None
-        if own_readout(model) is None:
-            head_VF = model.head.detach().double()
+        if (linear := LinearReadout.of(model)) is not None:
+            head_VF = linear.head.detach().double()
             head_VF = head_VF - head_VF.mean(0)
             squares_F, vectors_FF = torch.linalg.eigh(head_VF.T @ head_VF / len(head_VF))
             self.root_FF = vectors_FF * squares_F.clamp(min=0).sqrt()
@@ -157,13 +151,13 @@ class Search:
         self,
         model: LoopedModel,
         supervised: Sequence[int],
-        observables: Sequence[Observable] = (),
+        terms: Sequence[Term] = (),
         *,
         matrix_free: bool = False,
         seed: int = 0,
     ) -> None:
         self.metric = LogitMetric(model)
-        self.supervised, self.observables, self.matrix_free = sorted(supervised), observables, matrix_free
+        self.supervised, self.terms, self.matrix_free = sorted(supervised), terms, matrix_free
         self.num_loops = self.supervised[-1]
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -215,18 +209,14 @@ class Search:
             raise ProtocolError(f"the readout at loop {k} has a derivative that is NaN or infinite")
         if gram_DD.diagonal().sum() == 0:
             raise ProtocolError(f"the readout at loop {k} does not depend on the state h_{k}: its derivative is zero")
-        for observable in self.observables:
-            seen_FD = jacobian(_of_rows(observable), h_D)
+        for term in self.terms:
+            seen_FD = jacobian(partial(token.shown_by, term, k), h_D)
             gram_DD = gram_DD + seen_FD.T @ seen_FD
         squares_D, vectors_DD = torch.linalg.eigh(gram_DD)
         singular_D = squares_D.clamp(min=0).sqrt()
         reference = float(singular_D[singular_D > NOTHING * singular_D[-1]].median())
         spectrum_D = singular_D / reference
         return Hidden(k, spectrum_D.flip(0), reference, gram_DD, vectors_DD[:, spectrum_D <= HIDDEN])
-
-
-def _of_rows(observable: Observable) -> Callable[[Tensor], Tensor]:
-    return lambda h_RD: observable.of(h_RD[:, None]).flatten(1)
 
 
 class _Question:

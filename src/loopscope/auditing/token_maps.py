@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from loopscope.errors import LoopscopeError, ProtocolError
-from loopscope.protocol import LoopedModel, LoopState, Slot, own_readout, readout
+from loopscope.errors import ProtocolError
+from loopscope.objectives.terms import Term
+from loopscope.protocol import Cached, LinearReadout, LoopedModel, LoopState, Slot
 
 ROWS_AT_ONCE = 512
 """Copies of a state that go through a loop in one batch: enough for the matrix multiply, little memory."""
@@ -66,7 +67,7 @@ class TokenMaps:
         """h_k → [h_{k+1}, …, h_{k+count}], each R×D."""
         state, passed = self._with(h_RD, k), []
         for number in range(k + 1, k + count + 1):
-            state = self.model.loop(state, number, self.cache)
+            state = _loop(self.model, state, number, self.cache)
             passed.append(state.h_BTD[:, -1])
         return passed
 
@@ -76,10 +77,21 @@ class TokenMaps:
 
     def shown(self, h_RD: Tensor, k: int) -> Tensor:
         """What the readout at loop k makes of the state: features where the model has a head, else logits."""
+        linear, state = LinearReadout.of(self.model), self._with(h_RD, k)
+        if linear is not None:
+            return linear.features(state, k, self.cache)[:, -1]
+        return self._logits(state, k)[:, -1]
+
+    def shown_by(self, term: Term, k: int, h_RD: Tensor) -> Tensor:
+        """What a term of the loss shows of the state after loop k, as R×F; F is 0 where it shows nothing."""
         state = self._with(h_RD, k)
-        if own_readout(self.model) is not None:
-            return readout(self.model, state, k)[:, -1]
-        return self.model.features(state, k, self.cache)[:, -1]
+        shown = term.shows(state.h_BTD, lambda: self._logits(state, k))
+        return h_RD[:, :0] if shown is None else shown[:, -1].flatten(1)
+
+    def _logits(self, state: LoopState, k: int) -> Tensor:
+        if self.cache is None:
+            return self.model.readout(state, k)
+        return Cached.needed(self.model, "a cache").readout(state, k, self.cache)
 
     def _with(self, h_RD: Tensor, k: int) -> LoopState:
         """R copies of the state after loop k, the last token's h replaced."""
@@ -91,31 +103,31 @@ def token_maps(model: LoopedModel, ids_T: Tensor, num_loops: int) -> TokenMaps:
     """The maps of the last token of a prefix, through a cache where the model takes one and gets it right."""
     with torch.no_grad():
         whole = _run(model, model.embed(ids_T[None]), num_loops)
-        try:
-            cached = _with_cache(model, ids_T, num_loops)
-        except (LoopscopeError, TypeError, NotImplementedError):
-            return TokenMaps(model, whole, None)
+        taking = Cached.of(model)
+        cached = None if taking is None or len(ids_T) < 2 else _with_cache(model, taking, ids_T, num_loops)
         if cached is None or not _same_last_states(cached.states, whole):
             return TokenMaps(model, whole, None)
     return cached
 
 
-def _with_cache(model: LoopedModel, ids_T: Tensor, num_loops: int) -> TokenMaps | None:
-    if own_readout(model) is not None or len(ids_T) < 2:
-        return None
+def _with_cache(model: LoopedModel, taking: Cached, ids_T: Tensor, num_loops: int) -> TokenMaps:
     cache = PrefixCache()
-    before = _run(model, model.embed(ids_T[None, :-1], cache), num_loops, cache)
+    before = _run(model, taking.embed(ids_T[None, :-1], cache), num_loops, cache)
     for k in range(1, num_loops + 1):
-        model.features(before[k], k, cache)  # a coda keeps keys and values too
+        taking.readout(before[k], k, cache)  # a coda keeps keys and values too
     cache.frozen = True
-    states = _run(model, model.embed(ids_T[None, -1:], cache), num_loops, cache)
+    states = _run(model, taking.embed(ids_T[None, -1:], cache), num_loops, cache)
     return TokenMaps(model, states, cache)
+
+
+def _loop(model: LoopedModel, state: LoopState, k: int, cache: PrefixCache | None) -> LoopState:
+    return model.loop(state, k) if cache is None else Cached.needed(model, "a cache").loop(state, k, cache)
 
 
 def _run(model: LoopedModel, state: LoopState, num_loops: int, cache: PrefixCache | None = None) -> list[LoopState]:
     states = [state]
     for k in range(1, num_loops + 1):
-        states.append(model.loop(states[-1], k, cache) if cache is not None else model.loop(states[-1], k))
+        states.append(_loop(model, states[-1], k, cache))
         if not states[-1].h_BTD.isfinite().all():
             raise ProtocolError(f"loop {k} leaves NaN or infinity in the state h_{k}: nothing can be said about it")
     return states

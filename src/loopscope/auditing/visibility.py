@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loopscope.errors import ProtocolError
-from loopscope.protocol import LoopedModel, LoopState, readout
+from loopscope.objectives.cross_entropy import IGNORE_INDEX
+from loopscope.protocol import LoopedModel, LoopState
 
 ALPHAS = (0.1, 0.18, 0.32, 0.56, 1.0, 1.8, 3.2, 5.6, 10.0)
 """Factors on the state before the readout, even in log."""
@@ -42,13 +43,13 @@ FIELDS: dict[str, Field] = {"scale": scale_field, "mean": mean_field}
 def token_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """CE_BT of every token by the plain path, in float32 at least; 0 where the target is ignored."""
     logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-    flat = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
+    flat = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     return flat.view(targets_BT.shape)
 
 
 def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> float:
     """Mean over the tokens that count."""
-    return float(token_cross_entropy(logits_BTV, targets_BT).sum() / (targets_BT >= 0).sum())
+    return float(token_cross_entropy(logits_BTV, targets_BT).sum() / (targets_BT != IGNORE_INDEX).sum())
 
 
 def field_shares(
@@ -60,7 +61,7 @@ def field_shares(
     """
 
     def logits_of(h_BTD: Tensor) -> Tensor:
-        return readout(model, state.with_h(h_BTD), k)
+        return model.readout(state.with_h(h_BTD), k)
 
     return cosine_with_gradient(logits_of, state.h_BTD, targets_BT, field, f"readout at loop {k}")
 
@@ -80,7 +81,7 @@ def cosine_with_gradient(
         (gradient_BTD,) = torch.autograd.grad(loss, h_BTD, materialize_grads=True)
     direction_BTD = field(h_BTD.detach()).double()
     cosine_BT = F.cosine_similarity(gradient_BTD.double(), direction_BTD, dim=-1, eps=0.0)
-    return cosine_BT[(targets_BT >= 0) & ~cosine_BT.isnan()]
+    return cosine_BT[(targets_BT != IGNORE_INDEX) & ~cosine_BT.isnan()]
 
 
 def raw_readout_control(h_BTD: Tensor, targets_BT: Tensor, seed: int = 0) -> float:
@@ -99,4 +100,4 @@ def alpha_sweep(
 ) -> list[float]:
     """CE of the readout at loop k when the state is first multiplied by α: flat where scale is hidden."""
     states = (state.with_h(alpha * state.h_BTD) for alpha in alphas)
-    return [mean_cross_entropy(readout(model, scaled, k), targets_BT) for scaled in states]
+    return [mean_cross_entropy(model.readout(scaled, k), targets_BT) for scaled in states]

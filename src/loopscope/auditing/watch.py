@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from loopscope.auditing.monitor import Alarm, Observation, Reading, ScaleMonitor, read
 from loopscope.errors import ConfigError, DataError, ProtocolError
-from loopscope.protocol import AdaptedModel, LoopedModel, LoopTrace, run_loops
+from loopscope.objectives.cross_entropy import IGNORE_INDEX
+from loopscope.objectives.placement import supervised_loops
+from loopscope.protocol import AdaptedModel, LoopedModel, LoopTrace, missing_methods, run_loops
 
 EVERY = 50
 """Steps between observations: often enough to see a scale leave, seldom enough to cost below 1 % of step time."""
-IGNORED = -100
-"""The target of positions that have none."""
 
 
 def watch(
@@ -165,31 +165,17 @@ def looped_part(model: LoopedModel | nn.Module) -> LoopedModel:
     """The model itself if it follows the protocol, else the outermost part of it that does."""
     parts = model.modules() if isinstance(model, nn.Module) else iter([model])
     for part in parts:
-        if isinstance(getattr(part, "num_loops", None), int) and all(
-            callable(getattr(part, name, None)) for name in ("embed", "loop")
-        ):
+        if not missing_methods(part):
             return part  # type: ignore[return-value]
     raise ProtocolError(
-        f"{type(model).__name__} is no looped model and contains none: it needs num_loops, embed, loop and features "
-        "or readout; loopscope.adapt makes one of three functions"
+        f"{type(model).__name__} is not a looped model and contains none: it needs num_loops, embed, loop and readout; "
+        "loopscope.adapt makes one of three functions"
     )
-
-
-def supervised_loops(supervised: str | Sequence[int], num_loops: int) -> list[int]:
-    """The numbers of the loops that get cross-entropy."""
-    if supervised == "every-loop":
-        return list(range(1, num_loops + 1))
-    if supervised == "terminal":
-        return [num_loops]
-    if isinstance(supervised, str) or not supervised or not all(1 <= k <= num_loops for k in supervised):
-        allowed = f"allowed: 'every-loop', 'terminal', or loops between 1 and {num_loops}"
-        raise ConfigError(f"supervised = {supervised!r}; {allowed}")
-    return list(supervised)
 
 
 def next_ids(ids_BT: Tensor) -> Tensor:
     """Targets of a language model: the ids one to the left, and nothing at the end."""
-    return torch.cat([ids_BT[:, 1:], torch.full_like(ids_BT[:, :1], IGNORED)], dim=1)
+    return torch.cat([ids_BT[:, 1:], torch.full_like(ids_BT[:, :1], IGNORE_INDEX)], dim=1)
 
 
 @contextmanager

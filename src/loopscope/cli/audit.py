@@ -11,15 +11,15 @@ from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_tables, print_text, progress, say, sparkline
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from loopscope.runs import write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from loopscope.auditing.audit import AuditOptions, Supervised
     from loopscope.auditing.result import AuditResult
-    from loopscope.auditing.run import Supervised
-    from loopscope.training.targets import Target
-
-VALIDATION_ROWS = 16
+    from loopscope.objectives.terms import Term
+    from loopscope.targets import Opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,16 @@ class Audit:
     """Flags of `loopscope audit`."""
 
     target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, preset:NAME, configuration file, or package.module:factory."""
+    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file, or
+    package.module:factory."""
     supervised: str | None = None
     """Loops that get cross-entropy: every-loop, terminal, or 1,3; by default what the target says."""
     norm_penalty: float | None = None
     """Weight of a norm penalty that is part of the loss; by default what the target says."""
     data: tuple[str, ...] | None = None
     """Text to audit on instead of the run's validation split."""
+    tokenizer: str | None = None
+    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
     states: int = 8
     """Token states that are searched for blind directions."""
     prefix: int = 16
@@ -72,29 +75,35 @@ examples:
 
     def run(self) -> int:
         """Audit, write audit.json, print."""
-        from loopscope.training.targets import open_target
+        from loopscope.targets import open_target
+        from loopscope.verbs.audits import audit
 
-        target = open_target(self.target, data=self.data, seed=self.seed, num_rows=VALIDATION_ROWS, say=say)
-        result = self.audit(target)
-        out = self.out or (target.folder / "audit.json" if target.folder is not None else None)
+        opened = open_target(self.target, seed=self.seed)
+        with progress(total=3 + self.states, every=4) as advance:
+            result = audit(
+                opened,
+                supervised=parse_supervised(self.supervised),
+                terms=self._terms(opened),
+                data=self.data,
+                tokenizer=self.tokenizer,
+                options=self.options(),
+                progress=lambda what, _: advance(what),
+                say=say,
+            )
+        out = self.out or (opened.run.path / "audit.json" if opened.run is not None and opened.is_newest else None)
         if out is not None:
-            write_audit(result, out)
+            write_json(out, result.to_json())
         if self.json:
-            print_text(_dumped(result))
+            print_text(json.dumps(result.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
         else:
-            print_audit(result, target.stage)
+            print_audit(result, opened.stage)
         return EXIT_FINDINGS if result.verdict == "blind-spot" else EXIT_OK
 
-    def audit(self, target: Target) -> AuditResult:
-        """The audit of one target under these flags."""
-        from loopscope.auditing.objective import norm_penalty_observable
-        from loopscope.auditing.run import AuditOptions, audit
+    def options(self) -> AuditOptions:
+        """How much is looked at."""
+        from loopscope.auditing.audit import AuditOptions
 
-        observables = list(target.observables)
-        if self.norm_penalty is not None:
-            observables = [one for one in observables if one.name != "norm_penalty"]
-            observables += [norm_penalty_observable(self.norm_penalty)] if self.norm_penalty else []
-        options = AuditOptions(
+        return AuditOptions(
             states=self.states,
             prefix=self.prefix,
             tokens=self.tokens,
@@ -102,18 +111,15 @@ examples:
             method=self.method,
             seed=self.seed,
         )
-        with progress(total=3 + self.states, every=4) as advance:
-            result = audit(
-                target.model,
-                target.batches,
-                supervised=parse_supervised(self.supervised) or target.supervised,
-                observables=observables,
-                options=options,
-                name=target.name,
-                step=target.step,
-                progress=lambda what, _: advance(what),
-            )
-        return with_notes(with_texts(result, target), target)
+
+    def _terms(self, opened: Opened) -> list[Term] | None:
+        """The target's own terms, with the penalty of --norm-penalty instead of its own."""
+        from loopscope.config import ObjectiveConfig
+        from loopscope.objectives.terms import terms_of
+
+        if self.norm_penalty is None:
+            return None
+        return terms_of(replace(opened.objective or ObjectiveConfig(), norm_penalty=self.norm_penalty))
 
 
 def parse_supervised(text: str | None) -> Supervised:
@@ -124,30 +130,6 @@ def parse_supervised(text: str | None) -> Supervised:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError.of("supervised", text, "allowed: every-loop, terminal, or loops like 1,3") from None
-
-
-def with_texts(result: AuditResult, target: Target) -> AuditResult:
-    """The heaviest tokens as text, where the target has a tokenizer."""
-    if target.text_of is None:
-        return result
-    named = [{**token, "text": target.text_of(token["token"])} for token in result.heaviest_tokens]
-    return replace(result, heaviest_tokens=named)
-
-
-def with_notes(result: AuditResult, target: Target) -> AuditResult:
-    """What the target says of itself, before what the audit noticed."""
-    return replace(result, checks={**result.checks, "notes": [*target.notes, *result.checks["notes"]]})
-
-
-def write_audit(result: AuditResult, path: Path) -> None:
-    """audit.json, whole or not at all."""
-    from loopscope.runs import write_atomically
-
-    write_atomically(path, _dumped(result) + "\n")
-
-
-def _dumped(result: AuditResult) -> str:
-    return json.dumps(result.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def print_audit(result: AuditResult, stage: str = "untrained") -> None:

@@ -43,7 +43,7 @@ class Configured:
         return cls(
             preset=chosen.preset,
             config=chosen.config,
-            model=base.model,
+            model=base.design("a preset or configuration file of flags"),
             objective=base.objective,
             data=base.data,
             training=base.training,

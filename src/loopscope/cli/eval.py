@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from tyro.conf import Positional
@@ -15,24 +14,26 @@ from loopscope.errors import EXIT_OK, ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.config import Config
-    from loopscope.data.packing import PackedTokens
-    from loopscope.data.tokenizers import Tokenizer
-    from loopscope.training.evaluate import DepthScore
+    from loopscope.verbs.evaluation import Evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
     """Flags of `loopscope eval`."""
 
-    target: Positional[Path]
-    """Run folder, or one of its checkpoints."""
+    target: Positional[str]
+    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file, or
+    package.module:factory."""
     depths: str | None = None
     """Depths to report, as 1..8 or 1,2,4; by default 1 to the trained depth."""
     data: tuple[str, ...] | None = None
     """Text to evaluate on instead of the run's validation split."""
+    tokenizer: str | None = None
+    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
     batch: int = 16
     """Sequences at a time."""
+    length: int | None = None
+    """Tokens of a sequence; by default as in training, and 256 for models that do not say."""
     max_tokens: int | None = None
     """Stop after so many tokens."""
     json: bool = False
@@ -42,50 +43,34 @@ class Eval:
 
 examples:
   loopscope eval runs/nano-per-loop-rmsnorm-s42 --depths 1..8
+  loopscope eval downloads/Ouro-1.4B --data wiki/test.txt --depths 1..8
   loopscope eval runs/raw --data wiki/test.txt --json"""
 
     def __post_init__(self) -> None:
         parse_depths(self.depths or "1")
-        for name in ("batch", "max_tokens"):
+        for name in ("batch", "length", "max_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError.of(name, value, "must be at least 1")
 
     def run(self) -> int:
         """Evaluate and print."""
-        import torch
+        from loopscope.verbs.evaluation import evaluate
 
-        from loopscope.data.stream import covered_bytes, evaluation_batches
-        from loopscope.data.tokenizers import load_tokenizer
-        from loopscope.training.evaluate import evaluate_depths, score_batch
-        from loopscope.training.session import checkpoint_path, load, run_of
-
-        torch.set_flush_denormal(True)
-        run = run_of(self.target)
-        config, tokenizer = run.config(), load_tokenizer(run.path / "tokenizer")
-        model = load(self.target)
-        depths = parse_depths(self.depths or f"1..{config.model.num_loops}")
-        tokens = self._tokens(config, tokenizer)
-        batches = evaluation_batches(tokens, config.sequence_length, self.batch, self.max_tokens)
-        with torch.no_grad():
-            scores = evaluate_depths(lambda *batch: score_batch(model, *batch), batches, max(depths))
-        num_bytes = covered_bytes(tokens, self.max_tokens)
-        chosen = [score for score in scores if score.k in depths]
-        step = checkpoint_path(self.target).name
+        result = evaluate(
+            self.target,
+            depths=None if self.depths is None else parse_depths(self.depths),
+            data=self.data,
+            tokenizer=self.tokenizer,
+            batch=self.batch,
+            length=self.length,
+            max_tokens=self.max_tokens,
+            say=say,
+        )
         if self.json:
-            rows = [_row(score, num_bytes) for score in chosen]
-            print_json(run=str(run.path), checkpoint=step, tokenizer=tokenizer.kind, bytes=num_bytes, depths=rows)
+            print_json(**result.to_json())
         else:
-            print_tables(_table(chosen, num_bytes, f"{run.path} {step}, {tokenizer.kind} tokenizer"))
+            print_tables(_table(result))
         return EXIT_OK
-
-    def _tokens(self, config: Config, tokenizer: Tokenizer) -> PackedTokens:
-        """The run's own validation split, or the text of --data."""
-        from loopscope.data.corpora import open_corpus
-        from loopscope.data.prepare import evaluation_tokens, pack_split
-
-        if self.data is not None:
-            return evaluation_tokens(self.data, config.data.text_field, tokenizer, say)
-        return pack_split(open_corpus(config.data), "valid", tokenizer, say)
 
 
 def parse_depths(text: str) -> list[int]:
@@ -101,24 +86,17 @@ def parse_depths(text: str) -> list[int]:
     return depths
 
 
-def _row(score: DepthScore, num_bytes: int) -> dict[str, float | int]:
-    return {
-        "k": score.k,
-        "ce": score.ce,
-        "perplexity": score.perplexity,
-        "bits_per_byte": score.bits_per_byte(num_bytes),
-        "norm": score.norm,
-        "tokens": score.tokens,
-    }
-
-
-def _table(scores: list[DepthScore], num_bytes: int, title: str) -> Table:
+def _table(result: Evaluation) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{title}, {scores[0].tokens:,} tokens", title_justify="left")
+    opened, scores = result.opened, result.scores
+    parts = [opened.name, opened.stage if opened.step is None else f"step {opened.step}"]
+    parts += [] if opened.tokenizer is None else [f"{opened.tokenizer.kind} tokenizer"]
+    table = Table(title=", ".join([*parts, f"{scores.tokens:,} tokens"]), title_justify="left")
     for name in ("loops", "CE (nats/token)", "perplexity", "bits per byte", "‖h‖"):
         table.add_column(name, justify="right")
-    for score in scores:
-        bits = f"{score.bits_per_byte(num_bytes):.4f}"
-        table.add_row(str(score.k), f"{score.ce:.4f}", f"{score.perplexity:.2f}", bits, f"{score.norm:.4g}")
+    for score in scores.depths:
+        bits = scores.bits_per_byte(score)
+        cells = (f"{score.ce:.4f}", f"{score.perplexity:.2f}", "" if bits is None else f"{bits:.4f}")
+        table.add_row(str(score.k), *cells, f"{score.norm:.4g}")
     return table

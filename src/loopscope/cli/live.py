@@ -21,22 +21,19 @@ class Watch:
     """Turns rows of metrics into what a person wants to know: where, how fast, how good, how large, how long still."""
 
     def __init__(self, trainer: Trainer) -> None:
-        from loopscope.training.flops import flops_per_token
-        from loopscope.training.plan import measure_flops
-
         self.steps = trainer.config.training.steps
         self.first_step, self.started = trainer.progress.step, time.perf_counter()
         self.tokens_per_step = trainer.config.training.batch * trainer.config.sequence_length
-        self.flops_per_token = flops_per_token(trainer.config).total
-        self.peak_flops = measure_flops(trainer.ranks.device.type) * trainer.ranks.world_size
+        self.peak_tokens = _peak_tokens_per_second(trainer)
 
-    def rates(self, step: int) -> tuple[float, float, timedelta]:
-        """Tokens per second since the start, model FLOPs utilisation, and the time that is left."""
+    def rates(self, step: int) -> str:
+        """Tokens per second since the start, model FLOPs utilisation where FLOPs are known, and the time left."""
         seconds = time.perf_counter() - self.started
         done = max(1, step - self.first_step)
         speed = done * self.tokens_per_step / seconds
         left = timedelta(seconds=round((self.steps - step) * seconds / done))
-        return speed, speed * self.flops_per_token / self.peak_flops, left
+        utilisation = [] if self.peak_tokens is None else [f"MFU {speed / self.peak_tokens:.2f}"]
+        return ", ".join([f"{speed:,.0f} tokens/s", *utilisation, f"{left} left"])
 
     def line(self, row: dict[str, Any]) -> str:
         """One line of text."""
@@ -45,22 +42,18 @@ class Watch:
         loops = f"CE {_each(row['ce'], '.3f')}, ‖h‖ {_each(row['norm'], '.3g')}"
         if row["kind"] == "eval":
             return f"step {row['step']}: validation {loops}"
-        speed, mfu, left = self.rates(row["step"])
         shares = _each(row["radial_gradient_share"], ".1g")
         return (
             f"step {row['step']}/{self.steps}: loss {row['loss']:.4f}, {loops}, radial share {shares}, "
-            f"{speed:,.0f} tokens/s, MFU {mfu:.2f}, {left} left"
+            f"{self.rates(row['step'])}"
         )
 
     def table(self, train: dict[str, Any], evaluation: dict[str, Any] | None, events: list[str]) -> Table:
         """The live view."""
         from rich.table import Table
 
-        speed, mfu, left = self.rates(train["step"])
-        title = (
-            f"step {train['step']}/{self.steps}   loss {train['loss']:.4f}   lr {train['lr']:.2g}   "
-            f"{speed:,.0f} tokens/s   MFU {mfu:.2f}   {left} left"
-        )
+        rates = self.rates(train["step"])
+        title = f"step {train['step']}/{self.steps}   loss {train['loss']:.4f}   lr {train['lr']:.2g}   {rates}"
         caption = "\n".join(events[-3:]) or None
         table = Table("loop", title=title, caption=caption, title_justify="left", caption_justify="left")
         for name in ("CE", "radial gradient share", "‖h‖", "validation CE"):
@@ -75,10 +68,22 @@ class Watch:
         return table
 
 
+def _peak_tokens_per_second(trainer: Trainer) -> float | None:
+    """What the devices could do at best; None for a model whose FLOPs are not known."""
+    from loopscope.config import ModelConfig
+    from loopscope.training.flops import flops_per_token
+    from loopscope.training.plan import measure_flops
+
+    if not isinstance(trainer.config.model, ModelConfig):
+        return None
+    peak = measure_flops(trainer.ranks.device.type) * trainer.ranks.world_size
+    return peak / flops_per_token(trainer.config).total
+
+
 @contextmanager
-def watching(trainer: Trainer, *, shown: bool) -> Iterator[None]:
-    """Show the run while the block trains it."""
-    if not shown:
+def watching(trainer: Trainer) -> Iterator[None]:
+    """Show the run while the block trains it; only the first rank does."""
+    if not trainer.ranks.is_first:
         yield
         return
     watch = Watch(trainer)

@@ -85,7 +85,7 @@ def _loops(config: Config) -> list[dict[str, Any]]:
     supervised = supervised_loops(config.objective, config.model.num_loops)
     return [
         {"k": k, "supervised": k in supervised, "hides": None if hides is None else sorted(hides)}
-        for k, hides in enumerate(_hides_per_loop(config.model), start=1)
+        for k, hides in enumerate(_hides_per_loop(config.design("a plan")), start=1)
     ]
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+from tyro.conf import Positional
 
 from loopscope.cli.configured import Configured
 from loopscope.cli.live import watching
 from loopscope.cli.terminal import print_json, print_text, say
-from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK
-from loopscope.presets import PRESETS
+from loopscope.config import Config, ModelConfig, TargetConfig
+from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from loopscope.presets import PRESETS, preset
 
 if TYPE_CHECKING:
-    from loopscope.config import Config
-    from loopscope.data.prepare import Prepared
-    from loopscope.runs import RunFolder
-    from loopscope.training.distributed import Ranks
-    from loopscope.training.session import Setup
-    from loopscope.training.trainer import Trainer
+    from loopscope.targets import Opened
+    from loopscope.verbs.training import TrainingResult
 
 EXIT_OF = {"finished": EXIT_OK, "interrupted": EXIT_INTERRUPTED, "stopped": EXIT_FINDINGS}
 
@@ -28,16 +26,18 @@ EXIT_OF = {"finished": EXIT_OK, "interrupted": EXIT_INTERRUPTED, "stopped": EXIT
 class Train(Configured):
     """Flags of `loopscope train`."""
 
+    target: Positional[str | None] = None
+    """Somebody's model instead of a preset's: package.module:factory, a Hugging Face folder, hf:ORG/NAME, or a run."""
     out: Path | None = None
     """Run folder; by default runs/PRESET-PLACEMENT-READOUT-sSEED."""
     resume: str = "auto"
-    """auto: go on if there is a checkpoint. must: fail if there is none. never: fail if there is one. Or a path."""
-    init_from: Path | None = None
-    """Start from the weights of a run or checkpoint; what cannot be carried over is listed."""
+    """auto: resume if there is a checkpoint. must: fail if there is none. never: fail if there is one. Or a path."""
+    init_from: str | None = None
+    """Start from the weights of any target; what cannot be carried over is listed."""
     json: bool = False
     """Print the result as JSON."""
 
-    help: ClassVar[str] = f"""Train a looped model. Ctrl-C and SIGTERM save and exit; the same command goes on.
+    help: ClassVar[str] = f"""Train a looped model. Ctrl-C and SIGTERM save and exit; the same command resumes.
 
 presets: {", ".join(PRESETS)}
 
@@ -46,108 +46,59 @@ examples:
   loopscope train --preset nano --readout raw --steps 2000 --out runs/raw
   loopscope train --preset nano --on-blind-spot penalize
   loopscope train --preset nano --init-from runs/raw --norm-penalty 0.01 --out runs/remedied
+  loopscope train my_package.my_model:build --data wiki/*.txt --tokenizer bytes --sequence-length 128
   torchrun --nproc-per-node 2 -m loopscope train --preset nano --shard full"""
 
     def run(self) -> int:
-        """Prepare data and model, train, and say how it ended."""
-        from loopscope.runs import RunFolder
-        from loopscope.training.distributed import join
-        from loopscope.training.session import set_up
+        """Train, and say how it ended."""
+        from loopscope.training.distributed import is_first_process
+        from loopscope.verbs.training import train
 
         config = self.resolved()
-        setup = set_up(config)
-        run = RunFolder(self.out or self._default_folder())
-        with join(setup.device) as ranks:
-            if not ranks.is_first:
-                return self._train(config, run, setup, ranks)
-            with run.locked():
-                return self._train(config, run, setup, ranks)
+        weights: str | Opened | None = self.init_from
+        if self.target is not None:
+            config, weights = self._of_target(config, self.target)
+        result = train(
+            config,
+            self.out or self._default_folder(config),
+            resume=self.resume,
+            init_from=weights,
+            say=say,
+            watching=watching,
+        )
+        if is_first_process():
+            self._print(result)
+        return EXIT_OF[result.outcome]
 
-    def _train(self, config: Config, run: RunFolder, setup: Setup, ranks: Ranks) -> int:
-        from loopscope.training.session import manifest
-        from loopscope.training.track import make_trackers
+    def _of_target(self, config: Config, word: str) -> tuple[Config, str | Opened | None]:
+        """The configuration of a model that is named, and the weights that it starts from where it has some."""
+        from loopscope.targets import open_target
+        from loopscope.verbs.training import target_config
 
-        tell = say if ranks.is_first else _silent
-        data = self._prepare(config, run, ranks, tell)
-        trainer = _make_trainer(config, run, setup, ranks, data)
-        self._start_point(trainer, run, tell)
-        if ranks.is_first:
-            run.create(config)
-            run.write_manifest(manifest(config, setup, data.manifest(), trainer))
-            trainer.listeners = make_trackers(config, run.path)
-        with watching(trainer, shown=ranks.is_first):
-            outcome = trainer.train()
-        if ranks.is_first:
-            self._report(run, trainer, outcome)
-        return EXIT_OF[outcome]
+        if self.init_from is not None:
+            raise ConfigError.of("init_from", self.init_from, f"{word} already names what to start from; give one")
+        if self.model != preset(self.preset).model:
+            raise ConfigError(
+                f"flags of the model do not go with {word}, which brings its own; drop them, or the target"
+            )
+        opened = open_target(word, seed=config.training.seed)
+        config = replace(config, model=target_config(opened, config.data.sequence_length))
+        is_design = isinstance(config.model, TargetConfig) or (opened.stage == "untrained" and opened.step is None)
+        return config, (None if is_design else opened)
 
-    def _prepare(self, config: Config, run: RunFolder, ranks: Ranks, tell: Callable[[str], None]) -> Prepared:
-        """Rank 0 first: the others then find tokenizer and packed tokens ready."""
-        from loopscope.data.prepare import prepare
-        from loopscope.training.session import check_resume, inherit_tokenizer
-
-        if not ranks.is_first:
-            ranks.barrier()
-        elif run.config_path.exists():
-            check_resume(run, config)
-        if ranks.is_first and self.init_from is not None:
-            inherit_tokenizer(config, run.path / "tokenizer", self.init_from, tell)
-        prepared = prepare(config, run.path / "tokenizer", tell)
-        if ranks.is_first:
-            ranks.barrier()
-        return prepared
-
-    def _start_point(self, trainer: Trainer, run: RunFolder, tell: Callable[[str], None]) -> None:
-        """Go on from a checkpoint, start from other weights, or start fresh; say which."""
-        from loopscope.training.session import find_checkpoint, init_from
-
-        found = find_checkpoint(run, self.resume, tell)
-        if found is not None:
-            trainer.restore(found)
-            if trainer.ranks.is_first:
-                run.forget_metrics_after(found.step)
-            tell(f"resumed {run.path} at step {found.step}")
-        elif self.init_from is not None:
-            left = init_from(trainer.model, self.init_from)
-            tell(f"weights from {self.init_from}" + "".join(f"\n  {line}" for line in left))
-        else:
-            tell(f"training in {run.path}")
-
-    def _report(self, run: RunFolder, trainer: Trainer, outcome: str) -> None:
-        rows = run.read_metrics()
-        scores = next((row for row in reversed(rows) if row["kind"] == "eval"), None)
-        last_event = next((row["message"] for row in reversed(rows) if row["kind"] == "event"), None)
+    def _print(self, result: TrainingResult) -> None:
         if self.json:
-            print_json(run=str(run.path), outcome=outcome, step=trainer.progress.step, eval=scores, event=last_event)
+            print_json(**result.to_json())
             return
-        print_text(f"{outcome} at step {trainer.progress.step}: {run.path}")
-        if outcome == "stopped" and last_event:
-            print_text(f"why: {last_event}")
-        if scores is not None:
+        print_text(f"{result.outcome} at step {result.step}: {result.run.path}")
+        if result.outcome == "stopped" and result.event:
+            print_text(f"why: {result.event}")
+        if result.evaluation is not None:
             for name, unit in (("ce", "nats per token"), ("norm", "mean ‖h_k‖")):
-                print_text(f"validation {name} after each loop ({unit}): " + " ".join(f"{v:.4g}" for v in scores[name]))
+                numbers = " ".join(f"{value:.4g}" for value in result.evaluation[name])
+                print_text(f"validation {name} after each loop ({unit}): {numbers}")
 
-    def _default_folder(self) -> Path:
-        name = f"{self.preset}-{self.objective.placement}-{self.model.readout}-s{self.training.seed}"
-        return Path("runs") / name
-
-
-def _make_trainer(config: Config, run: RunFolder, setup: Setup, ranks: Ranks, data: Prepared) -> Trainer:
-    from loopscope.data.stream import TrainingStream, evaluation_batches
-    from loopscope.training.trainer import Trainer
-
-    length, training = config.sequence_length, config.training
-    stream = TrainingStream(data.train, length, config.data.stride or length, training.batch, training.seed)
-    micro = max(1, training.batch // training.accumulate // ranks.world_size)
-
-    def valid() -> Any:
-        return evaluation_batches(data.valid, length, micro, training.eval_tokens)
-
-    trainer = Trainer(config, run, stream, valid, ranks=ranks, autocast=setup.autocast)
-    if any(choice.name == "compile" and choice.value for choice in setup.choices):
-        trainer.model.recurrence.core.compile()
-    return trainer
-
-
-def _silent(text: str) -> None:
-    """What ranks other than the first say."""
+    def _default_folder(self, config: Config) -> Path:
+        model = config.model
+        what = model.readout if isinstance(model, ModelConfig) else model.target.rpartition("/")[2].replace(":", "-")
+        return Path("runs") / f"{self.preset}-{config.objective.placement}-{what}-s{config.training.seed}"

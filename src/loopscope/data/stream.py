@@ -18,9 +18,9 @@ from torch import Tensor
 
 from loopscope.data.packing import PackedTokens, cache_folder, pack
 from loopscope.errors import ConfigError, DataError
+from loopscope.objectives.cross_entropy import IGNORE_INDEX
 
 __all__ = [
-    "IGNORE_INDEX",
     "PackedTokens",
     "Tokens",
     "TrainingStream",
@@ -31,8 +31,6 @@ __all__ = [
     "permuted",
 ]
 
-IGNORE_INDEX = -100
-"""Target of a padded position; cross-entropy leaves it out."""
 ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1

@@ -37,7 +37,7 @@ class Condition:
 
     def apply(self, base: Config) -> Config:
         """The common configuration under this condition."""
-        model = replace(base.model, readout=self.readout, inter_loop_norm=self.inter_loop_norm)
+        model = replace(base.design("a condition"), readout=self.readout, inter_loop_norm=self.inter_loop_norm)
         objective = replace(base.objective, placement=self.placement, norm_penalty=self.norm_penalty)
         return replace(base, model=model, objective=objective)
 
@@ -91,7 +91,7 @@ def apply_recipe(base: Config, recipe: Recipe) -> Config:
     config = replace(base, data=data)
     if recipe == "paper":
         return config
-    model = replace(base.model, init="scaled", positions="rope")
+    model = replace(base.design("a recipe"), init="scaled", positions="rope")
     return replace(config, model=model, training=replace(base.training, warmup=max(1, base.training.steps // 20)))
 
 

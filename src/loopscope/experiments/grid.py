@@ -35,7 +35,7 @@ from loopscope.experiments.conditions import (
 )
 from loopscope.machine import git_state, versions
 from loopscope.presets import preset
-from loopscope.runs import read_json, write_atomically
+from loopscope.runs import read_json, write_atomically, write_json
 
 SCHEMA_VERSION = 1
 EXTRA_LOOPS = 4
@@ -213,11 +213,6 @@ def update_differences(out: Path, bf16: bool) -> None:
             found = differences(common, known["scale"], epochs=part["epochs"], bf16=bf16)
             part["differences"] = [dataclasses.asdict(difference) for difference in found]
         write_json(path, known)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """JSON as all files of a grid are written: whole or not at all."""
-    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
-from loopscope.experiments.grid import SCHEMA_VERSION, RowSpec, first_difference, write_json
-from loopscope.runs import RunFolder, read_json
+from loopscope.experiments.grid import SCHEMA_VERSION, RowSpec, first_difference
+from loopscope.runs import RunFolder, read_json, write_json
 
 State = Literal["open", "running", "finished", "failed"]
 EXIT_GIVEN_UP = 65

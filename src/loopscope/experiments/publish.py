@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.experiments.claims import judge_all
-from loopscope.experiments.grid import update_differences, write_json
+from loopscope.experiments.grid import update_differences
 from loopscope.experiments.results import Results, read_results
 from loopscope.experiments.tables import all_tables, depths_csv
-from loopscope.runs import write_atomically
+from loopscope.runs import write_atomically, write_json
 
 
 def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, dict[str, Any]]:

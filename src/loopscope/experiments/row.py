@@ -13,8 +13,6 @@ import ctypes
 import os
 import shutil
 import signal
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
-from loopscope.experiments.grid import EXTRA_LOOPS, SCHEMA_VERSION, RowSpec, write_json
+from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
+from loopscope.experiments.grid import EXTRA_LOOPS, SCHEMA_VERSION, RowSpec
 from loopscope.experiments.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
@@ -33,20 +31,13 @@ from loopscope.experiments.ledger import (
     read_record,
     write_record,
 )
-from loopscope.runs import RunFolder, folder_written_whole
+from loopscope.runs import RunFolder, folder_written_whole, write_json
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from loopscope.data.packing import PackedTokens
-    from loopscope.data.tokenizers import Tokenizer
-    from loopscope.model.looped_lm import LoopedLM
-    from loopscope.training.trainer import Outcome, Trainer
-
-BATCH = 16
-"""Sequences evaluated at a time."""
-TIMED_ROUNDS = 7
-"""Batches per depth whose median time gives the throughput."""
+    from loopscope.targets import Opened
+    from loopscope.training.trainer import Trainer
+    from loopscope.verbs.training import TrainingResult
 
 
 def say(message: str) -> None:
@@ -98,11 +89,11 @@ def _run_stages(spec: RowSpec, run: RunFolder, record: dict[str, Any]) -> None:
     record.setdefault("seconds", {})
     with _stage(run, record, "training"):
         _copy_tokenizer(run)
-        outcome = train_row(spec, run)
-        if outcome == "interrupted":
+        result = train_row(spec, run)
+        if result.outcome == "interrupted" or result.was_signalled:
             raise KeyboardInterrupt
-        if outcome == "stopped":
-            raise GuardStopError(next(row["message"] for row in reversed(run.read_metrics()) if row["kind"] == "event"))
+        if result.outcome == "stopped":
+            raise GuardStopError(result.event or "a guard stopped the training")
     with _stage(run, record, "evaluating"):
         if not is_evaluated(run.path, spec):
             evaluate_row(spec, run)
@@ -127,144 +118,71 @@ def _stage(run: RunFolder, record: dict[str, Any], name: str) -> Iterator[None]:
 # --- the stages ------------------------------------------------------------------------------------------------------
 
 
-def train_row(spec: RowSpec, run: RunFolder) -> Outcome:
-    """As `loopscope train --resume auto` does it, in a run folder that looks the same."""
-    from loopscope.data.prepare import prepare
+def train_row(spec: RowSpec, run: RunFolder) -> TrainingResult:
+    """As `loopscope.train` does it, in a folder whose lock this process holds."""
     from loopscope.training.distributed import join
-    from loopscope.training.session import check_resume, find_checkpoint, manifest, set_up
-    from loopscope.training.track import make_trackers
+    from loopscope.training.session import set_up
+    from loopscope.verbs.training import train_in
 
-    config = spec.config
-    setup = set_up(config)
-    if run.config_path.exists():
-        check_resume(run, config)
-    data = prepare(config, run.path / "tokenizer", say)
+    setup = set_up(spec.config.training)
     with join(setup.device) as ranks:
-        trainer = _make_trainer(spec, run, data, ranks, setup)
-        if (found := find_checkpoint(run, "auto", say)) is not None:
-            trainer.restore(found)
-            run.forget_metrics_after(found.step)
-            say(f"resumed at step {found.step}")
-        run.create(config)
-        run.write_manifest(manifest(config, setup, data.manifest(), trainer))
-        trainer.listeners = (*make_trackers(config, run.path), lambda row: say(_line(row, config.training.steps)))
-        outcome = trainer.train()
-        return "interrupted" if trainer.was_signalled else outcome
+        return train_in(run, spec.config, setup, ranks, say=say, watching=_logging)
 
 
-def _make_trainer(spec: RowSpec, run: RunFolder, data: Any, ranks: Any, setup: Any) -> Trainer:
-    from loopscope.data.stream import TrainingStream, evaluation_batches
-    from loopscope.training.trainer import Trainer
-
-    config, training, length = spec.config, spec.config.training, spec.config.sequence_length
-    stream = TrainingStream(data.train, length, config.data.stride or length, training.batch, training.seed)
-    micro = max(1, training.batch // training.accumulate)
-
-    def valid() -> Iterator[tuple[Tensor, Tensor]]:
-        return evaluation_batches(data.valid, length, micro, training.eval_tokens)
-
-    trainer = Trainer(config, run, stream, valid, ranks=ranks, autocast=setup.autocast)
-    if any(choice.name == "compile" and choice.value for choice in setup.choices):
-        trainer.model.recurrence.core.compile()
-    return trainer
+@contextmanager
+def _logging(trainer: Trainer) -> Iterator[None]:
+    steps = trainer.config.training.steps
+    trainer.listeners = (*trainer.listeners, lambda row: say(_line(row, steps)))
+    yield
 
 
 def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
     """eval.json: scores of every depth up to a few beyond the trained one, on validation and test text."""
     import torch
 
-    from loopscope.data.tokenizers import load_tokenizer
-    from loopscope.training.session import load, set_up
+    from loopscope.targets import open_target
+    from loopscope.training.session import set_up
+    from loopscope.verbs.evaluation import score_tokens, throughput
 
-    device = set_up(spec.config).device
-    tokenizer = load_tokenizer(run.path / "tokenizer")
-    model = load(run.path).to(device)
-    with torch.no_grad():
-        splits = {split: _scores(spec, model, tokens, device) for split, tokens in _splits(spec, tokenizer)}
-        throughput = _throughput(model, spec.config.model.num_loops, spec.config.sequence_length, device)
+    setup, opened = set_up(spec.config.training), open_target(run.path)
+    assert opened.tokenizer is not None, "training gave the row its tokenizer"
+    depth, length = spec.config.model.num_loops + EXTRA_LOOPS, spec.config.sequence_length
+    splits = {
+        split: score_tokens(opened.model, tokens, depth, length, max_tokens=spec.eval_tokens).to_json()
+        for split, tokens in _splits(spec, opened)
+    }
     result = {
         "schema_version": SCHEMA_VERSION,
         "step": spec.config.training.steps,
-        "tokenizer": tokenizer.kind,
+        "tokenizer": opened.tokenizer.kind,
         "num_loops": spec.config.model.num_loops,
         "splits": splits,
-        "throughput": throughput,
+        "throughput": throughput(opened.model, opened.vocab_size, length),
         "threads": torch.get_num_threads(),
-        "device": device,
+        "device": setup.device,
     }
     write_json(run.path / "eval.json", result)
 
 
-def _splits(spec: RowSpec, tokenizer: Tokenizer) -> Iterator[tuple[str, PackedTokens]]:
+def _splits(spec: RowSpec, opened: Opened) -> Iterator[tuple[str, PackedTokens]]:
     """Validation text, and test text: what was asked for, else the corpus's own or held-out test split, if any."""
-    from loopscope.data.corpora import open_corpus
-    from loopscope.data.prepare import evaluation_tokens, pack_split
+    from loopscope.verbs.text import tokens_for
 
-    corpus = open_corpus(spec.config.data)
-    yield "valid", pack_split(corpus, "valid", tokenizer, say)
+    yield "valid", tokens_for(opened, None, say)
     if spec.test_data is not None:
-        yield "test", evaluation_tokens(spec.test_data, spec.config.data.text_field, tokenizer, say)
+        yield "test", tokens_for(opened, spec.test_data, say)
         return
     try:
-        yield "test", pack_split(corpus, "test", tokenizer, say)
+        yield "test", tokens_for(opened, None, say, split="test")
     except DataError as error:
         say(f"no test scores: {error}")
 
 
-def _scores(spec: RowSpec, model: LoopedLM, tokens: PackedTokens, device: str) -> dict[str, Any]:
-    from loopscope.data.stream import covered_bytes, evaluation_batches
-    from loopscope.training.evaluate import evaluate_depths, score_batch
-
-    def score(ids_BT: Tensor, targets_BT: Tensor, num_loops: int) -> Any:
-        return score_batch(model, ids_BT.to(device), targets_BT.to(device), num_loops)
-
-    batches = evaluation_batches(tokens, spec.config.sequence_length, BATCH, spec.eval_tokens)
-    scores = evaluate_depths(score, batches, spec.config.model.num_loops + EXTRA_LOOPS)
-    num_bytes = covered_bytes(tokens, spec.eval_tokens)
-    depths = [
-        {
-            "k": each.k,
-            "ce": each.ce,
-            "perplexity": each.perplexity,
-            "bits_per_byte": each.bits_per_byte(num_bytes),
-            "norm": each.norm,
-        }
-        for each in scores
-    ]
-    return {"tokens": scores[0].tokens, "bytes": num_bytes, "depths": depths}
-
-
-def _throughput(model: LoopedLM, num_loops: int, length: int, device: str) -> list[dict[str, float]]:
-    """Tokens per second of running k loops and reading out once: median of rounds in which all depths take turns."""
-    import torch
-
-    from loopscope.protocol import readout, run_loops
-
-    ids_BT = torch.randint(model.config.vocab_size, (BATCH, length), device=device)
-    seconds: dict[int, list[float]] = {k: [] for k in range(1, num_loops + 1)}
-    for _ in range(1 + TIMED_ROUNDS):  # the first warms up
-        for k, times in seconds.items():
-            started = time.perf_counter()
-            readout(model, run_loops(model, ids_BT, num_loops=k).states[k], k)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-    return [
-        {"k": k, "tokens_per_second": ids_BT.numel() / statistics.median(times[1:])} for k, times in seconds.items()
-    ]
-
-
 def audit_row(folder: Path) -> None:
-    """audit.json, by `loopscope audit` as a process of its own; a blind spot (exit code 1) is a result."""
-    started = time.time()
-    code = subprocess.run([sys.executable, "-m", "loopscope", "audit", str(folder)], stdout=sys.stderr).returncode
-    path = folder / "audit.json"
-    if code not in (EXIT_OK, EXIT_FINDINGS) or not path.exists() or path.stat().st_mtime < started - 1:
-        raise AuditError(f"the audit of {folder} ended with exit code {code} and left no audit.json")
+    """audit.json; a blind spot is a result."""
+    from loopscope.verbs.audits import audit
 
-
-class AuditError(Exception):
-    """Not a LoopscopeError: worth another attempt."""
+    write_json(folder / "audit.json", audit(folder, say=say).to_json())
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------

@@ -14,18 +14,29 @@ from torch import Tensor, nn
 from loopscope.config import ModelConfig
 from loopscope.errors import DataError
 from loopscope.model.layers import Attention, FeedForward, Rotation, Stack, rotation
-from loopscope.model.readouts import Norm, make_readout
+from loopscope.model.readouts import Norm, Taper, make_readout
 from loopscope.model.recurrence import Context, Recurrence
 from loopscope.objectives.placement import Objective, ObjectiveResult
-from loopscope.protocol import Cache, LoopState, LoopTrace, run_loops
+from loopscope.protocol import (
+    Cache,
+    Cached,
+    DeclaredVisibility,
+    ExitGate,
+    LinearReadout,
+    LoopState,
+    LoopTrace,
+    Scheduled,
+    SharedCore,
+    run_loops,
+)
 
 SCALED_STD = 0.02
 HUGINN_NOISE_STD = math.sqrt(2 / 5)
 """Std of Huginn's initial state, a normal truncated at three standard deviations."""
 
 
-class LoopedLM(nn.Module):
-    """A LoopedModel (see `protocol`) built from a `ModelConfig`."""
+class LoopedLM(nn.Module, LinearReadout, Cached, DeclaredVisibility, SharedCore, Scheduled):
+    """A LoopedModel (see `protocol`) built from a `ModelConfig`; with an exit gate it is a `GatedLoopedLM`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -91,14 +102,19 @@ class LoopedLM(nn.Module):
         """What the head multiplies at loop k: readout(coda(h_k))."""
         return self.readout_map(self.coda(state.h_BTD, state.context.rotary, cache, k), k)
 
-    def exit_logits(self, features_BTD: Tensor) -> Tensor:
-        """Logit_BT of leaving at this loop, given that no earlier loop was left at."""
-        assert self.exit_gate is not None, "Config allows the gated objective only with an exit gate"
-        return self.exit_gate(features_BTD).squeeze(-1)
-
     def hides(self, k: int) -> frozenset[str] | None:
         """What of the state the readout at loop k hides; None with a coda in between, of which nothing is declared."""
         return None if self.config.coda_layers else self.readout_map.hides(k)
+
+    @property
+    def core(self) -> nn.Module:
+        """The layers that every loop runs."""
+        return self.recurrence.core
+
+    def at_progress(self, share: float) -> None:
+        """Move the gate of a taper readout."""
+        if isinstance(self.readout_map, Taper):
+            self.readout_map.taper_to(share)
 
     def _rotation(self, positions_BT: Tensor) -> Rotation | None:
         if self.config.positions != "rope":
@@ -131,12 +147,22 @@ class LoopedLM(nn.Module):
             raise DataError(f"a sequence of {end} tokens is longer than max_length = {self.config.max_length}")
 
 
+class GatedLoopedLM(LoopedLM, ExitGate):
+    """A looped language model whose exit gate reads the features of every loop (Ouro)."""
+
+    exit_gate: nn.Linear
+
+    def exit_logits(self, features_BTD: Tensor) -> Tensor:
+        """Logit_BT of leaving at this loop, given that no earlier loop was left at."""
+        return self.exit_gate(features_BTD).squeeze(-1)
+
+
 def build(config: ModelConfig, *, seed: int | None = None, device: str | torch.device = "cpu") -> LoopedLM:
     """A freshly initialised model; the same seed gives the same weights and leaves the global RNG untouched."""
     with torch.random.fork_rng(devices=[], enabled=seed is not None), torch.device(device):
         if seed is not None:
             torch.manual_seed(seed)
-        return LoopedLM(config)
+        return GatedLoopedLM(config) if config.exit_gate else LoopedLM(config)
 
 
 def count_parameters(model: LoopedLM) -> dict[str, int]:

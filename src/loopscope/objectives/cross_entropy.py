@@ -32,6 +32,7 @@ from loopscope.errors import DataError, UnsupportedError
 from loopscope.machine import Choice
 
 IGNORE_INDEX = -100
+"""Target of a position that has none; every loss leaves it out."""
 
 
 @dataclass(frozen=True)

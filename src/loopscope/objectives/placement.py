@@ -9,8 +9,8 @@ Shape legend: K supervised loops, B batch, T tokens, N = B·T, D width, V vocabu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import ConfigError, DataError, UnsupportedError
+from loopscope.errors import ConfigError, DataError
 from loopscope.objectives.cross_entropy import (
     IGNORE_INDEX,
     ReadoutLoss,
@@ -26,15 +26,11 @@ from loopscope.objectives.cross_entropy import (
     multi_readout_cross_entropy,
     reference_cross_entropy,
 )
-from loopscope.objectives.scale import norm_penalty, scale_anchor
-from loopscope.protocol import LoopedModel, LoopTrace, own_readout, readout, run_loops
+from loopscope.objectives.terms import Pass, Term, terms_of
+from loopscope.protocol import ExitGate, LinearReadout, LoopedModel, LoopTrace, OwnLosses, run_loops
 
 DEPTH_SIGMA = 0.5
 """Spread of the log-normal rate in Poisson-lognormal depth sampling (Huginn's)."""
-
-
-class _GatedModel(LoopedModel, Protocol):
-    def exit_logits(self, features_BTD: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,11 @@ class Objective:
         self.recompute = recompute
         self.cross_entropy = multi_readout_cross_entropy if fused else reference_cross_entropy
 
+    def terms(self, model: LoopedModel) -> list[Term]:
+        """What the loss sums besides cross-entropy: the configuration's terms, then the model's own."""
+        own = OwnLosses.of(model)
+        return [*terms_of(self.config), *(() if own is None else own.losses())]
+
     def __call__(
         self, model: LoopedModel, ids_BT: Tensor, targets_BT: Tensor, *, num_loops: int | None = None
     ) -> ObjectiveResult:
@@ -71,48 +72,42 @@ class Objective:
         backprop_loops = self.config.backprop_loops
         trace = run_loops(model, ids_BT, num_loops=num_loops, backprop_loops=backprop_loops, recompute=self.recompute)
         loops = supervised_loops(self.config, trace.num_loops)
-        targets_N = targets_BT.flatten()
-        terms = self._scale_terms(trace)
-        if own_readout(model) is not None:
-            loss, ce_K = self._own_readout_loss(model, trace, loops, targets_N)
-        else:
-            features_KND = torch.stack([model.features(trace.states[k], k).flatten(0, 1) for k in loops])
-            weights = self._fixed_weights(loops, targets_N.device)
-            if self.config.placement == "gated":
-                weights, entropy = gated_weights(model, features_KND, targets_N != IGNORE_INDEX)
-                terms["exit_entropy"] = -self.config.exit_entropy * entropy
-            loss, ce_K = self._cross_entropy(features_KND, model.head, targets_N, weights)
-        loss = loss + sum(terms.values())
-        detached = {name: term.detach() for name, term in terms.items()}
-        return ObjectiveResult(loss, loops, ce_K, trace.norms_K(), trace, detached)
+        terms = self.terms(model)
+        z_loss = sum(term.weight for term in terms if term.inside_cross_entropy)
+        loss, ce_K, entropy = self._cross_entropy(model, trace, loops, targets_BT.flatten(), z_loss)
+        seen = Pass(trace, entropy)
+        values = [(term.name, term.value(seen)) for term in terms if not term.inside_cross_entropy]
+        loss = loss + sum(value for _, value in values)
+        return ObjectiveResult(loss, loops, ce_K, trace.norms_K(), trace, {name: v.detach() for name, v in values})
 
     def _cross_entropy(
-        self, features_KND: Tensor, head_VD: Tensor, targets_N: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Weighted loss and CE per loop; exits below the last on a random share of positions if so configured."""
-        z_loss, share = self.config.z_loss, self.config.exit_fraction
-        if share == 1 or len(features_KND) == 1:
-            every = self.cross_entropy(features_KND, head_VD, targets_N, loop_weights=weights, z_loss=z_loss)
-            return every.loss, every.ce_K
+        self, model: LoopedModel, trace: LoopTrace, loops: list[int], targets_N: Tensor, z_loss: float
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Weighted loss, CE of every supervised loop, and the entropy of gated exits.
+
+        Through features and head where the model has them; a readout of its own makes its logits itself.
+        """
+        linear, weights, entropy = LinearReadout.of(model), self._fixed_weights(loops, targets_N.device), None
+        if linear is None:
+            if self.config.placement == "gated" or self.config.exit_fraction < 1:
+                LinearReadout.needed(model, "an objective with gated exits or an exit_fraction below 1")
+            logits_KNV = torch.stack([model.readout(trace.states[k], k).flatten(0, 1) for k in loops])
+            every = logits_cross_entropy(logits_KNV, targets_N, loop_weights=weights, z_loss=z_loss)
+            return every.loss, every.ce_K, None
+        features_KND = torch.stack([linear.features(trace.states[k], k).flatten(0, 1) for k in loops])
+        if self.config.placement == "gated":
+            weights, entropy = gated_weights(model, features_KND, targets_N != IGNORE_INDEX)
+        share = self.config.exit_fraction
+        if share == 1 or len(loops) == 1:
+            every = self.cross_entropy(features_KND, linear.head, targets_N, loop_weights=weights, z_loss=z_loss)
+            return every.loss, every.ce_K, entropy
+        # Exits below the last on a random share of positions: an unbiased estimate of the same loss.
         chosen = torch.randperm(len(targets_N), device=targets_N.device)[: math.ceil(share * len(targets_N))]
         exits: ReadoutLoss = self.cross_entropy(
-            features_KND[:-1, chosen], head_VD, targets_N[chosen], loop_weights=weights[:-1], z_loss=z_loss
+            features_KND[:-1, chosen], linear.head, targets_N[chosen], loop_weights=weights[:-1], z_loss=z_loss
         )
-        last = self.cross_entropy(features_KND[-1:], head_VD, targets_N, loop_weights=weights[-1:], z_loss=z_loss)
-        return exits.loss + last.loss, torch.cat([exits.ce_K, last.ce_K])
-
-    def _own_readout_loss(
-        self, model: LoopedModel, trace: LoopTrace, loops: list[int], targets_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """For a model that makes its logits itself: the plain path on those."""
-        if self.config.placement == "gated" or self.config.exit_fraction < 1:
-            raise UnsupportedError(
-                "a model with its own readout takes neither gated exits nor an exit_fraction below 1"
-            )
-        logits_KNV = torch.stack([readout(model, trace.states[k], k).flatten(0, 1) for k in loops])
-        weights = self._fixed_weights(loops, targets_N.device)
-        every = logits_cross_entropy(logits_KNV, targets_N, loop_weights=weights, z_loss=self.config.z_loss)
-        return every.loss, every.ce_K
+        last = self.cross_entropy(features_KND[-1:], linear.head, targets_N, loop_weights=weights[-1:], z_loss=z_loss)
+        return exits.loss + last.loss, torch.cat([exits.ce_K, last.ce_K]), entropy
 
     def _fixed_weights(self, loops: list[int], device: torch.device) -> Tensor:
         """Weights (K,) of the supervised loops, summing to 1."""
@@ -120,18 +115,25 @@ class Objective:
         raw = torch.tensor([given[k - 1] if given else 1.0 for k in loops], device=device)
         return raw / raw.sum()
 
-    def _scale_terms(self, trace: LoopTrace) -> dict[str, Tensor]:
-        states = [state.h_BTD for state in trace.states[1:]]
-        terms: dict[str, Tensor] = {}
-        if self.config.norm_penalty:
-            terms["norm_penalty"] = norm_penalty(states, self.config.norm_penalty)
-        if self.config.scale_anchor:
-            terms["scale_anchor"] = scale_anchor(states, self.config.scale_anchor, self.config.anchor_scale)
-        return terms
+
+def supervised_loops(which: ObjectiveConfig | str | Sequence[int] | None, num_loops: int) -> list[int]:
+    """The loops that get cross-entropy when `num_loops` are run.
+
+    `which` is an objective's configuration, "every-loop" (as is None), "terminal", or the loops themselves.
+    """
+    if isinstance(which, ObjectiveConfig):
+        return _configured_loops(which, num_loops)
+    if which in (None, "every-loop"):
+        return list(range(1, num_loops + 1))
+    if which == "terminal":
+        return [num_loops]
+    loops = [] if isinstance(which, str) else sorted(set(which or ()))
+    if not loops or loops[0] < 1 or loops[-1] > num_loops:
+        raise ConfigError.of("supervised", which, f"allowed: every-loop, terminal, or loops between 1 and {num_loops}")
+    return loops
 
 
-def supervised_loops(config: ObjectiveConfig, num_loops: int) -> list[int]:
-    """The loops that get cross-entropy when `num_loops` are run."""
+def _configured_loops(config: ObjectiveConfig, num_loops: int) -> list[int]:
     if config.placement == "terminal":
         return [num_loops]
     if config.placement == "last-n":
@@ -167,9 +169,7 @@ def exit_distribution(exit_logits_KN: Tensor) -> Tensor:
 
 def gated_weights(model: LoopedModel, features_KND: Tensor, counted_N: Tensor) -> tuple[Tensor, Tensor]:
     """Ouro's exits, Σ p_k·CE_k − w·H(p): the weights p_KN and the mean entropy of p over the tokens that count."""
-    if not hasattr(model, "exit_logits"):
-        raise ConfigError("the gated objective needs a model with exit_logits(features); none found")
-    gated: _GatedModel = model  # type: ignore[assignment]
+    gated = ExitGate.needed(model, "placement = 'gated'")
     exit_logits_KN = torch.stack([gated.exit_logits(features_ND) for features_ND in features_KND])
     wide = torch.promote_types(exit_logits_KN.dtype, torch.float32)
     log_p_KN = exit_distribution(exit_logits_KN.to(wide))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from loopscope.config import Config
 from loopscope.objectives.placement import supervised_loops
+from loopscope.objectives.terms import terms_of
 from loopscope.training.flops import passes_at
 
 FLOAT32 = 4
@@ -51,7 +52,7 @@ class SavedTensors:
     """
 
     def __init__(self, config: Config, kernels: Kernels, tokens: int) -> None:
-        self.config, self.model, self.kernels, self.tokens = config, config.model, kernels, tokens
+        self.config, self.model, self.kernels, self.tokens = config, config.design("a plan"), kernels, tokens
         self.bytes: dict[str, int] = {}
         self.detached: set[str] = set()
 
@@ -71,8 +72,7 @@ class SavedTensors:
             self.readout(states[k], k)
         if self.model.exit_gate:
             self.exit_gate(len(supervised))
-        if objective.norm_penalty or objective.scale_anchor:
-            self.scale_terms([state for state in states[1:] if state not in self.detached])
+        self.terms([state for state in states[1:] if state not in self.detached])
         return states
 
     def keep(self, name: str, bytes_per_token: int) -> None:
@@ -222,9 +222,11 @@ class SavedTensors:
         self.keep("features", FLOAT32 * self.model.width * num_readouts)
         self.keep("exits", FLOAT32 * GATE_SCALARS * num_readouts)
 
-    def scale_terms(self, states: list[str]) -> None:
-        """Norm penalty and anchor save the states they look at."""
-        for state in states:
-            self.keep_state(state)
-            if self.config.objective.scale_anchor:
-                self.keep(f"{state}.scale", FLOAT32 * 2)
+    def terms(self, states: list[str]) -> None:
+        """What the other terms of the loss keep, as each of them says."""
+        for term in terms_of(self.config.objective):
+            for state in states:
+                if term.keeps_states:
+                    self.keep_state(state)
+                if term.kept_scalars:
+                    self.keep(f"{state}.{term.name}", FLOAT32 * term.kept_scalars)

@@ -55,6 +55,11 @@ class Ranks:
             dist.barrier()
 
 
+def is_first_process() -> bool:
+    """Whether this is the process that speaks, also after the ranks have parted."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 @contextmanager
 def join(device_type: str) -> Iterator[Ranks]:
     """Join the process group that torchrun describes, and leave it at the end."""
@@ -74,18 +79,20 @@ def join(device_type: str) -> Iterator[Ranks]:
 
 
 def spread(
-    module: nn.Module, core: nn.Module, ranks: Ranks, shard: Literal["none", "full"], *, unused_parameters: bool
+    module: nn.Module, core: nn.Module | None, ranks: Ranks, shard: Literal["none", "full"], *, unused_parameters: bool
 ) -> nn.Module:
     """The module as it trains over all ranks: as it is, replicated (DDP), or sharded (FSDP2).
 
-    Sharded, the core is a unit of its own and stays gathered from the first loop to the end of the backward pass.
+    Sharded, the core, where there is one, is a unit of its own and stays gathered from the first loop to the end of the
+    backward pass.
     """
     if shard == "full":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-        fully_shard(core, mesh=mesh, reshard_after_forward=False)
+        if core is not None:
+            fully_shard(core, mesh=mesh, reshard_after_forward=False)
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
         return module
     if ranks.world_size == 1:

@@ -84,7 +84,7 @@ def passes_at(config: Config, depth: int) -> Passes:
     backprop = min(config.objective.backprop_loops or depth, depth)
     readouts = len(supervised_loops(config.objective, depth))
     head_rows = 1 + config.objective.exit_fraction * (readouts - 1)
-    reached = backprop == depth or config.model.injection != "none"
+    reached = backprop == depth or config.design("a plan").injection != "none"
     return Passes(depth, backprop, readouts, head_rows, float(reached))
 
 
@@ -116,7 +116,7 @@ class TokenFlops:
 
 def flops_per_token(config: Config, model: LoopedLM | None = None) -> TokenFlops:
     """C and its parts; see the module's docstring for the formula."""
-    model = model or build(config.model, device="meta")
+    model = model or build(config.design("a plan"), device="meta")
     passes = expected_passes(config)
     recomputed = passes.backprop_loops if config.training.checkpoint_loops else 0.0
     core = 2 * (passes.loops + recomputed) + 4 * passes.backprop_loops
@@ -132,7 +132,7 @@ def flops_per_token(config: Config, model: LoopedLM | None = None) -> TokenFlops
 
 def _attention_flops(config: Config, passes: Passes, recomputed: float) -> float:
     """4·d·L per layer forward (scores and values), 2.5 times that backward."""
-    model = config.model
+    model = config.design("a plan")
     layers = model.prelude_layers * (1 + FLASH_BACKWARD * passes.prelude_backward)
     layers += model.num_layers * (passes.loops + recomputed + FLASH_BACKWARD * passes.backprop_loops)
     layers += model.coda_layers * passes.readouts * (1 + FLASH_BACKWARD)

@@ -86,7 +86,7 @@ def largest_micro_batch(config: Config, devices: int) -> MicroBatch:
 
 def plan_memory(config: Config, *, devices: int = 1, device_type: str = "cpu", model: LoopedLM | None = None) -> Memory:
     """Memory of a training step, from shapes; see `Memory` for what each number holds."""
-    model = model or build(config.model, device="meta")
+    model = model or build(config.design("a plan"), device="meta")
     kernels, batch = kernels_of(device_type), largest_micro_batch(config, devices)
     activations, recomputed = activation_bytes(config, kernels, batch, model)
     parameters = FLOAT32 * sum(parameters_by_part(model).values())
@@ -125,14 +125,15 @@ def _optimizer_bytes(config: Config, model: LoopedLM) -> int:
 def _loss_gradient_bytes(config: Config, batch: MicroBatch) -> int:
     """Gradients of features and head; thinned-out exits are a second call of the loss, with a V×d of its own."""
     calls = 2 if config.objective.exit_fraction < 1 and batch.readouts > 1 else 1
-    return FLOAT32 * config.model.width * (batch.rows + calls * config.model.vocab_size)
+    return FLOAT32 * config.design("a plan").width * (batch.rows + calls * config.model.vocab_size)
 
 
 def _loss_workspace_bytes(config: Config, kernels: Kernels, batch: MicroBatch, device_type: str) -> int:
     """Stacked features (an exit gate saves them anyway) and a chunk of logits; autocast copies both, and the head."""
-    width, vocab_size = config.model.width, config.model.vocab_size
+    design = config.design("a plan")
+    width, vocab_size = design.width, design.vocab_size
     chunk = int(_loss_chunk(config, batch, device_type).value) * vocab_size
-    stacked = 0 if config.model.exit_gate else batch.readouts * batch.tokens * width
+    stacked = 0 if design.exit_gate else batch.readouts * batch.tokens * width
     copies = 0 if kernels.compute == FLOAT32 else kernels.compute * (width * (batch.rows + vocab_size) + chunk)
     return FLOAT32 * (stacked + chunk) + copies
 
@@ -252,7 +253,7 @@ def plan_training(
     """
     if tokens is not None and tokens < 1:
         raise ConfigError.of("tokens", tokens, "must be at least 1")
-    model, batch = build(config.model, device="meta"), largest_micro_batch(config, devices)
+    model, batch = build(config.design("a plan"), device="meta"), largest_micro_batch(config, devices)
     speed, utilisation = choose_speed(device_type, flops_per_second), choose_utilisation(device_type)
     return TrainingPlan(
         parameters=parameters_by_part(model),

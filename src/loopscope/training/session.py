@@ -1,6 +1,6 @@
-"""One training session: from a configuration and a run folder to a trainer that is ready to go on.
+"""What a session of training or evaluation starts from: the machine's choices, and a checkpoint to resume.
 
-Decides what a resume may change, loads weights to start from, and writes the manifest.
+Decides what a resume may change, and what the manifest says.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from loopscope.config import Config, config_to_dict
-from loopscope.data.tokenizers import load_tokenizer
+from loopscope.config import Config, TrainingConfig, config_to_dict
 from loopscope.errors import RunError
 from loopscope.machine import Choice, automatic_choices, choose_device, git_state, resolve_compile, versions
-from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from loopscope.training.trainer import Trainer
@@ -41,14 +39,18 @@ class Setup:
     autocast: torch.dtype | None
     choices: list[Choice]
 
+    def value(self, name: str) -> Any:
+        """What was chosen under that name."""
+        return next(choice.value for choice in self.choices if choice.name == name)
 
-def set_up(config: Config) -> Setup:
+
+def set_up(training: TrainingConfig | None = None) -> Setup:
     """Apply threads and denormals, and resolve every automatic choice."""
-    device = choose_device()
-    if config.training.threads is not None:
-        torch.set_num_threads(config.training.threads)
+    training, device = training or TrainingConfig(), choose_device()
+    if training.threads is not None:
+        torch.set_num_threads(training.threads)
     choices = [choice for choice in automatic_choices(device) if choice.name != "compile"]
-    choices.append(resolve_compile(config.training.compile, str(device.value)))
+    choices.append(resolve_compile(training.compile, str(device.value)))
     by_name = {choice.name: choice.value for choice in choices}
     if by_name["flush_denormals"]:
         torch.set_flush_denormal(True)
@@ -59,6 +61,9 @@ def set_up(config: Config) -> Setup:
 def check_resume(run: RunFolder, config: Config) -> None:
     """Refuse to go on with a configuration that would learn something else, naming the first difference."""
     before, now = config_to_dict(run.config()), config_to_dict(config)
+    if before["model"].keys() != now["model"].keys():
+        theirs, ours = (part["model"].get("target", "a model of its own configuration") for part in (before, now))
+        raise RunError(f"{run.path} was trained with {theirs}, not {ours}; choose another --out")
     for section, fields in now.items():
         for name, value in fields.items():
             if value != before[section][name] and name not in MAY_CHANGE:
@@ -98,43 +103,6 @@ def checkpoint_path(path: Path) -> Path:
 def run_of(path: Path) -> RunFolder:
     """The run folder that a run folder or one of its checkpoints means."""
     return RunFolder(checkpoint_path(path).parent.parent)
-
-
-def load(path: Path | str) -> LoopedLM:
-    """The model of a run folder (its newest checkpoint) or of one checkpoint folder, in evaluation mode."""
-    path = Path(path)
-    folder = checkpoint_path(path)
-    model = build(run_of(path).config().model)
-    checkpoint.load_model_tensors(model, checkpoint.load(folder).model_tensors(), folder)
-    return model.eval()
-
-
-def init_from(model: LoopedLM, path: Path) -> list[str]:
-    """Copy every tensor whose name and shape fit, and list what could not be carried over, both ways."""
-    theirs = checkpoint.load(checkpoint_path(path)).model_tensors()
-    own = checkpoint.model_tensors(model)
-    fitting = {name for name in own.keys() & theirs.keys() if own[name].shape == theirs[name].shape}
-    if not fitting:
-        raise RunError(f"no tensor of {path} fits this model")
-    with torch.no_grad():
-        for name in fitting:
-            own[name].copy_(theirs[name])
-    fresh = [f"{name} starts fresh" for name in sorted(own.keys() - fitting)]
-    return [*fresh, *(f"{name} of the checkpoint is not used" for name in sorted(theirs.keys() - fitting))]
-
-
-def inherit_tokenizer(config: Config, folder: Path, source: Path, say: Say) -> None:
-    """Give a new run the tokenizer of the weights it starts from: another one would make their embeddings meaningless.
-
-    Not where the configuration asks for another kind; a tokenizer.json named by path is read from there anyway.
-    """
-    theirs = run_of(source).path / "tokenizer"
-    if folder.exists() or not theirs.is_dir():
-        return
-    tokenizer = load_tokenizer(theirs)
-    if tokenizer.kind == config.data.tokenizer:
-        tokenizer.save(folder)
-        say(f"tokenizer from {theirs.parent}")
 
 
 def manifest(config: Config, setup: Setup, data: dict[str, Any], trainer: Trainer) -> dict[str, Any]:

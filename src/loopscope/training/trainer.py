@@ -22,20 +22,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from loopscope.auditing.monitor import ScaleMonitor, read
 from loopscope.auditing.watch import undisturbed
-from loopscope.config import Config
+from loopscope.config import PAPER_PENALTY, Config, ModelConfig
 from loopscope.errors import RunError
-from loopscope.model.looped_lm import LoopedLM, build
-from loopscope.model.readouts import Taper
 from loopscope.objectives.placement import Objective, sample_depth
+from loopscope.protocol import ExitGate, Scheduled, SharedCore
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, spread
-from loopscope.training.evaluate import DepthScore, evaluate_depths, score_batch
 from loopscope.training.guard import StepGuard, Verdict
 from loopscope.training.optim import Optimizers, clip_gradients, learning_rate
-
-PENALTY = 0.01
-"""The paper's norm penalty, which --on-blind-spot penalize turns on."""
+from loopscope.training.scores import DepthScore, evaluate_depths, score_batch
 
 Outcome = Literal["finished", "interrupted", "stopped"]
 Batch = tuple[Tensor, Tensor]
@@ -52,9 +48,9 @@ class Stream(Protocol):
 class TrainingStep(nn.Module):
     """The root module: everything that touches parameters happens in its forward, where DDP and FSDP see it."""
 
-    def __init__(self, model: LoopedLM, objective: Objective) -> None:
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.objective = objective
 
     def forward(
@@ -67,6 +63,7 @@ class TrainingStep(nn.Module):
         result = self.objective(self.model, ids_BT, targets_BT, num_loops=num_loops)
         seen: dict[str, Any] = {"ce": result.ce_K, "norm": result.norms_K, "loops": result.supervised}
         seen["terms"] = result.terms
+        seen["scale_seen"] = any(term.sees_scale for term in self.objective.terms(self.model))
         if mode == "watch":
             with undisturbed(self.model, ids_BT.device):
                 seen["reading"] = read(self.model, result.trace, targets_BT, result.supervised)
@@ -87,10 +84,14 @@ Listener = Callable[[dict[str, Any]], None]
 
 
 class Trainer:
-    """Trains one run. `listeners` get every row that goes to metrics.jsonl."""
+    """Trains one model in one run folder. `listeners` get every row that goes to metrics.jsonl.
+
+    The model is any module that is a LoopedModel; what only ours has is asked for as a capability.
+    """
 
     def __init__(
         self,
+        model: nn.Module,
         config: Config,
         run: RunFolder,
         stream: Stream,
@@ -103,16 +104,17 @@ class Trainer:
         self.config, self.run_folder, self.stream, self.valid = config, run, stream, valid
         self.ranks = ranks or Ranks()
         self.autocast, self.listeners = autocast, listeners
-        self.model = build(config.model, seed=config.training.seed).to(self.ranks.device)
+        self.model: Any = model.to(self.ranks.device)
         self.step_module = TrainingStep(self.model, self._objective(penalty_on=False))
-        idle_gate = config.model.exit_gate and config.objective.placement != "gated"
+        shared, is_ours = SharedCore.of(model), isinstance(config.model, ModelConfig)
+        idle_gate = ExitGate.of(model) is not None and config.objective.placement != "gated"
         uneven = config.objective.depth != "fixed" or config.objective.backprop_loops is not None or idle_gate
         self.spread = spread(
             self.step_module,
-            self.model.recurrence.core,
+            None if shared is None else shared.core,
             self.ranks,
             config.training.shard,
-            unused_parameters=uneven,
+            unused_parameters=uneven or not is_ours,  # of a stranger's model nobody knows which are used
         )
         self.optimizers = Optimizers(self.model, config.training)
         self.guard = StepGuard(config.training)
@@ -169,8 +171,9 @@ class Trainer:
     def _accumulate(self, step: int, *, watch: bool) -> tuple[float, dict[str, Any]]:
         """Forward and backward of all micro-batches; the loss is the mean over them and over ranks."""
         training = self.config.training
-        depth = sample_depth(self.config.objective, self.config.model.num_loops, seed=training.seed, step=step)
-        self._move_taper(step)
+        depth = sample_depth(self.config.objective, self.model.num_loops, seed=training.seed, step=step)
+        if (scheduled := Scheduled.of(self.model)) is not None:
+            scheduled.at_progress(step / training.steps)
         self.step_module.train()
         total = torch.zeros((), device=self.ranks.device)
         seen: dict[str, Any] = {}
@@ -219,15 +222,14 @@ class Trainer:
 
     def _watch(self, step: int, seen: dict[str, Any]) -> Literal["go on", "stop"]:
         """Hand the step to the scale monitor and act on its alarms as --on-blind-spot says."""
-        controlled = bool(seen["terms"].keys() & {"norm_penalty", "scale_anchor"})
-        alarms = self.monitor.observe(step, seen["reading"], controlled=controlled).alarms
+        alarms = self.monitor.observe(step, seen["reading"], controlled=seen["scale_seen"]).alarms
         for alarm in alarms:
             self._tell({"kind": "event", "step": step, "event": alarm.kind, "message": alarm.message})
         if not self.ranks.any(any(alarm.kind == "blind-spot" for alarm in alarms)):
             return "go on"
         if self.config.training.on_blind_spot == "penalize":
             self._set_penalty(True)
-            message = f"norm penalty {PENALTY} is on from step {step + 1}"
+            message = f"norm penalty {PAPER_PENALTY} is on from step {step + 1}"
             self._tell({"kind": "event", "step": step, "event": "penalty-on", "message": message})
         if self.config.training.on_blind_spot == "stop":
             self.save()
@@ -242,7 +244,7 @@ class Trainer:
             return []
         self.step_module.eval()
         with torch.no_grad(), self._autocast():
-            scores = evaluate_depths(self._score, self.valid(), self.config.model.num_loops)
+            scores = evaluate_depths(self._score, self.valid(), self.model.num_loops)
         step, ce = self.progress.step, scores[-1].ce
         if self.progress.best_ce is None or ce < self.progress.best_ce:
             self.progress.best_ce, self.progress.best_step = ce, step
@@ -288,16 +290,12 @@ class Trainer:
     def _objective(self, *, penalty_on: bool) -> Objective:
         config = self.config.objective
         if penalty_on and not config.norm_penalty:
-            config = replace(config, norm_penalty=PENALTY)
+            config = replace(config, norm_penalty=PAPER_PENALTY)
         return Objective(config, recompute=self.config.training.checkpoint_loops)
 
     def _set_penalty(self, on: bool) -> None:
         self.progress.penalty_on = on
         self.step_module.objective = self._objective(penalty_on=on)
-
-    def _move_taper(self, step: int) -> None:
-        if isinstance(self.model.readout_map, Taper):
-            self.model.readout_map.taper_to(step / self.config.training.steps)
 
     def _autocast(self) -> Any:
         if self.autocast is None:
@@ -325,6 +323,7 @@ class Trainer:
                 "norm": seen["norm"].tolist(),
                 "radial_gradient_share": list(seen["reading"].shares.values()),
                 "terms": {name: term.item() for name, term in seen["terms"].items()},
+                "scale_seen": seen["scale_seen"],
                 "depth": seen["depth"],
                 "gradient_norm": gradient_norm,
                 "lr": learning_rate(self.config.training, step - 1) * self.guard.lr_factor,

@@ -1,4 +1,4 @@
-"""Evaluation at every depth: cross-entropy, perplexity, bits per byte and norm after each loop, each token once.
+"""Scores by depth: cross-entropy, perplexity, bits per byte and norm after each loop, each token once.
 
 Shape legend: B batch, T tokens, N = B·T, K loops, D width.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from loopscope.errors import DataError
-from loopscope.objectives.cross_entropy import IGNORE_INDEX, multi_readout_cross_entropy
-from loopscope.protocol import LoopedModel, run_loops
+from loopscope.objectives.cross_entropy import IGNORE_INDEX, logits_cross_entropy, multi_readout_cross_entropy
+from loopscope.protocol import LinearReadout, LoopedModel, LoopTrace, run_loops
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,19 @@ def score_batch(model: LoopedModel, ids_BT: Tensor, targets_BT: Tensor, num_loop
     """Scores after each of `num_loops` loops of one batch."""
     trace = run_loops(model, ids_BT, num_loops=num_loops)
     counted_BT = targets_BT != IGNORE_INDEX
-    features = [model.features(trace.states[k], k).flatten(0, 1) for k in range(1, num_loops + 1)]
-    readouts = multi_readout_cross_entropy(torch.stack(features), model.head, targets_BT.flatten())
     norms = [(state.h_BTD.float().norm(dim=-1) * counted_BT).sum() for state in trace.states[1:]]
-    return BatchScores(readouts.ce_KN.double().sum(-1), torch.stack(norms).double(), int(counted_BT.sum()))
+    ce_KN = _cross_entropies(model, trace, targets_BT.flatten())
+    return BatchScores(ce_KN.double().sum(-1), torch.stack(norms).double(), int(counted_BT.sum()))
+
+
+def _cross_entropies(model: LoopedModel, trace: LoopTrace, targets_N: Tensor) -> Tensor:
+    """CE_KN: fused where the model has a head, else loop by loop, since K×N×V logits at once may not fit."""
+    loops = range(1, trace.num_loops + 1)
+    if (linear := LinearReadout.of(model)) is not None:
+        features_KND = torch.stack([linear.features(trace.states[k], k).flatten(0, 1) for k in loops])
+        return multi_readout_cross_entropy(features_KND, linear.head, targets_N).ce_KN
+    each = (model.readout(trace.states[k], k).flatten(0, 1)[None] for k in loops)
+    return torch.cat([logits_cross_entropy(logits_1NV, targets_N).ce_KN for logits_1NV in each])
 
 
 def evaluate_depths(

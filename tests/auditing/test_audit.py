@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.auditing.run import supervised_loops
-from loopscope.errors import ConfigError, DataError, ProtocolError
+from loopscope.errors import DataError, ProtocolError
 
 OPTIONS = ls.AuditOptions(states=3, prefix=8, rollout=5)
 
@@ -164,7 +163,7 @@ def test_norms_and_ce_are_those_of_the_model(tiny, ids_BT):
     result = ls.audit(model, [(ids_BT, ids_BT)], options=OPTIONS)
     trace = ls.run_loops(model, ids_BT)
     assert [loop.activity.norm for loop in result.loops[:3]] == pytest.approx(trace.norms_K().tolist())
-    logits = ls.readout(model, trace.states[3], 3)
+    logits = model.readout(trace.states[3], 3)
     ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT.flatten())
     assert result.loops[2].ce == pytest.approx(float(ce))
     heaviest = trace.states[3].h_BTD.norm(dim=-1).max()
@@ -182,15 +181,6 @@ def test_a_rollout_that_overflows_beyond_the_trained_depth_is_a_note(tiny, ids_B
     )
     result = ls.audit(model, [ids_BT], options=replace(OPTIONS, rollout=40), supervised=[1, 2])
     assert any("beyond the trained depth" in note for note in result.checks["notes"])
-
-
-def test_which_loops_are_supervised_is_checked():
-    assert supervised_loops(None, 3) == supervised_loops("every-loop", 3) == [1, 2, 3]
-    assert supervised_loops("terminal", 3) == [3]
-    assert supervised_loops([3, 1, 3], 3) == [1, 3]
-    for wrong in ("everywhere", [], [0], [4]):
-        with pytest.raises(ConfigError, match="supervised"):
-            supervised_loops(wrong, 3)
 
 
 @pytest.mark.parametrize(

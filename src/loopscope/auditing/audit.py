@@ -17,7 +17,7 @@ from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.activity import loop_activity, motion
 from loopscope.auditing.interventions import INTERVENTIONS, intervened_cross_entropy
 from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject
-from loopscope.auditing.search import Observable, Search
+from loopscope.auditing.search import Search
 from loopscope.auditing.token_maps import TokenMaps, push, token_maps
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.auditing.visibility import (
@@ -29,11 +29,14 @@ from loopscope.auditing.visibility import (
     mean_cross_entropy,
     raw_readout_control,
 )
+from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, DataError, ProtocolError
-from loopscope.protocol import LoopedModel, LoopState, readout
+from loopscope.objectives.placement import supervised_loops
+from loopscope.objectives.terms import Term
+from loopscope.protocol import LoopedModel, LoopState, OwnLosses
 
 Batch = Tensor | tuple[Tensor, Tensor]
-Supervised = str | Sequence[int] | None
+Supervised = ObjectiveConfig | str | Sequence[int] | None
 Progress = Callable[[str, float], None]
 
 SHARE_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -76,7 +79,7 @@ class _Run:
     ids_BT: Tensor
     targets_BT: Tensor
     supervised: list[int]
-    observables: Sequence[Observable]
+    terms: Sequence[Term]
     fields: dict[str, Field]
     options: AuditOptions
     progress: Progress
@@ -88,7 +91,7 @@ def audit(
     batches: Iterable[Batch],
     *,
     supervised: Supervised = None,
-    observables: Sequence[Observable] = (),
+    terms: Sequence[Term] = (),
     fields: dict[str, Field] | None = None,
     options: AuditOptions | None = None,
     name: str | None = None,
@@ -98,7 +101,8 @@ def audit(
     """Which parts of the state are active in the loop and invisible to every loss, with evidence and remedy.
 
     `batches` are ids (B, T) or pairs of ids and targets; without targets, each token predicts the next. `supervised`
-    says which loops get cross-entropy ("every-loop", "terminal" or a list), `observables` what other loss terms see.
+    says which loops get cross-entropy ("every-loop", "terminal" or a list), `terms` what else is in the loss, besides
+    the model's own losses.
     The model comes back as it was.
     """
     started = time.perf_counter()
@@ -106,7 +110,9 @@ def audit(
     ids_BT, targets_BT = _gather(batches, options)
     loops = supervised_loops(supervised, model.num_loops)
     network = network_of(model)
-    run = _Run(model, network, ids_BT, targets_BT, loops, observables, {**FIELDS, **(fields or {})}, options, progress)
+    own = OwnLosses.of(model)
+    terms = [*terms, *(() if own is None else own.losses())]
+    run = _Run(model, network, ids_BT, targets_BT, loops, terms, {**FIELDS, **(fields or {})}, options, progress)
     dtype = widest_affordable(network)
     with borrowed(network):
         try:
@@ -119,20 +125,6 @@ def audit(
             parts = _measure(run)
     subject = _subject(run, parts["states"], name, step)
     return _assemble(run, subject, parts, time.perf_counter() - started)
-
-
-def supervised_loops(supervised: Supervised, num_loops: int) -> list[int]:
-    """The loops that get cross-entropy, checked."""
-    if supervised in (None, "every-loop"):
-        return list(range(1, num_loops + 1))
-    if supervised == "terminal":
-        return [num_loops]
-    if isinstance(supervised, str):
-        raise ConfigError.of("supervised", supervised, 'allowed: "every-loop", "terminal", or a list of loops')
-    loops = sorted(set(supervised or ()))
-    if not loops or loops[0] < 1 or loops[-1] > num_loops:
-        raise ConfigError.of("supervised", supervised, f"loops are counted from 1 to {num_loops}")
-    return loops
 
 
 def _gather(batches: Iterable[Batch], options: AuditOptions) -> tuple[Tensor, Tensor]:
@@ -236,10 +228,10 @@ def _loop(run: _Run, states: list[LoopState], k: int) -> Loop:
     activity = loop_activity(k, states[k].h_BTD, following)
     with torch.no_grad():
         version = states[k].h_BTD._version
-        logits_BTV = readout(run.model, states[k], k)
+        logits_BTV = run.model.readout(states[k], k)
         if states[k].h_BTD._version != version:
             raise ProtocolError(f"the readout at loop {k} changes its state h_{k} in place; clone it first")
-        vocab_size = readout(run.model, states[1], 1).shape[-1] if k > 1 else logits_BTV.shape[-1]
+        vocab_size = run.model.readout(states[1], 1).shape[-1] if k > 1 else logits_BTV.shape[-1]
         if logits_BTV.shape[-1] != vocab_size:
             raise ProtocolError(f"the readout at loop {k} has {logits_BTV.shape[-1]} logits, at loop 1 {vocab_size}")
         if int(run.targets_BT.max()) >= vocab_size:
@@ -287,9 +279,7 @@ def _search(run: _Run) -> tuple[BlindDirections, list[Any]]:
     count = min(options.states, run.ids_BT.numel())
     rows, lengths = _prefixes(run.ids_BT, options, count, generator)
     width = run.model.embed(run.ids_BT[:1, :1]).h_BTD.shape[-1]
-    search = Search(
-        run.model, run.supervised, run.observables, matrix_free=options.matrix_free(width), seed=options.seed
-    )
+    search = Search(run.model, run.supervised, run.terms, matrix_free=options.matrix_free(width), seed=options.seed)
     findings: verdicts.Findings = []
     states_at: dict[int, list[Tensor]] = {k: [] for k in search.audited}
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -352,7 +342,7 @@ def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | N
     audited_in = states[0].h_BTD.dtype
     own = weights[0].dtype if weights else audited_in
     with borrowed(run.network), torch.no_grad():
-        vocab_size = readout(run.model, run.model.loop(run.model.embed(run.ids_BT[:1, :2]), 1), 1).shape[-1]
+        vocab_size = run.model.readout(run.model.loop(run.model.embed(run.ids_BT[:1, :2]), 1), 1).shape[-1]
     return Subject(
         name=name or type(run.network if run.network is not None else run.model).__name__,
         num_loops=run.model.num_loops,
@@ -363,7 +353,7 @@ def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | N
         audited_in=str(audited_in).removeprefix("torch."),
         step=step,
         supervised=run.supervised,
-        observables=[observable.name for observable in run.observables],
+        observables=[term.name for term in run.terms],
     )
 
 

@@ -1,0 +1,216 @@
+"""One word for a model: whatever names one, opened, with what is known of it.
+
+    runs/NAME                     a run folder: its newest checkpoint        runs/NAME/checkpoints/step-00000250
+    downloads/Ouro-1.4B           a local Hugging Face folder: config.json and safetensors
+    hf:ORG/NAME[@REVISION]        the same from the hub, through huggingface_hub's cache
+    preset:nano, my-config.yaml   a design, freshly initialised
+    package.module:factory        a function that returns a LoopedModel
+
+The word means the same in every verb and in `loopscope.open`. Code that comes with a checkpoint is never run; a factory
+is code that the user names.
+
+Shape legend: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopscope.adapters.hf import download, is_hf_folder, open_folder
+from loopscope.config import Config, DataConfig, ObjectiveConfig, TargetConfig, load_config
+from loopscope.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
+from loopscope.errors import ConfigError, DataError, LoopscopeError, ProtocolError, RunError
+from loopscope.model.looped_lm import build
+from loopscope.presets import preset
+from loopscope.protocol import LoopedModel, missing_methods
+from loopscope.runs import RunFolder
+from loopscope.training import checkpoint
+from loopscope.training.session import checkpoint_path, run_of
+
+Batch = Tensor | tuple[Tensor, Tensor]
+"""Ids (B, T), or ids with their targets."""
+
+USUAL_LENGTH = 256
+"""Tokens of a sequence for a model that takes longer ones, or does not say what it takes."""
+WORDS = "a run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file or "
+WORDS += "package.module:factory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model, and what the word that named it says of it. A factory may return one."""
+
+    name: str
+    model: LoopedModel
+    tokenizer: Tokenizer | None = None
+    objective: ObjectiveConfig | None = None
+    """How it was, or would be, trained; None where nobody says."""
+    max_length: int | None = None
+    """Longest sequence it takes; None where it does not say."""
+    notes: tuple[str, ...] = ()
+    """What a reader of any result about it should know."""
+    vocab_size: int
+    config: Config | None = None
+    """The whole configuration, where loopscope has one."""
+    run: RunFolder | None = None
+    """The run folder it comes from."""
+    step: int | None = None
+    """Training steps behind its weights; None where they are not known."""
+    is_newest: bool = False
+    """Whether it is what its run folder stands at: results about it may be left there."""
+    stage: str = "untrained"
+    """What is said of the weights where no step is known."""
+    batches: Iterable[Batch] | None = None
+    """Text of its own, as ids, from a factory that returns a pair."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence when it is given text: those of its training, else the usual number."""
+        if self.config is not None:
+            return self.config.sequence_length
+        return min(self.max_length or USUAL_LENGTH, USUAL_LENGTH)
+
+    @property
+    def data(self) -> DataConfig:
+        """The text of its training, else the built-in one."""
+        return DataConfig() if self.config is None else self.config.data
+
+
+def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
+    """The model that a word means, with everything that is known of it; `seed` is for freshly initialised weights."""
+    if isinstance(word, Opened):
+        return word
+    text, path = str(word), Path(word)
+    if text.startswith("preset:"):
+        return of_config(text, preset(text.removeprefix("preset:")), seed)
+    if text.startswith("hf:"):
+        return replace(of_folder(download(text)), name=text)
+    if path.is_dir():
+        return of_folder(path) if is_hf_folder(path) else of_run(path)
+    if path.suffix in (".yaml", ".yml"):
+        return of_config(text, load_config(path), seed)
+    if ":" in text:
+        return of_factory(text, seed)
+    raise RunError(f"{text} is not {WORDS}; loopscope train makes a run, loopscope audit preset:nano audits a design")
+
+
+def of_config(name: str, config: Config, seed: int) -> Opened:
+    """A freshly initialised model: what a design does before anybody pays for its training."""
+    if isinstance(config.model, TargetConfig):
+        return replace(open_target(config.model.target, seed=seed), name=name, config=config)
+    return Opened(
+        name=name,
+        model=build(config.model, seed=seed).eval(),
+        vocab_size=config.model.vocab_size,
+        max_length=config.model.max_length,
+        objective=config.objective,
+        config=config,
+    )
+
+
+def of_run(path: Path) -> Opened:
+    """A run's newest checkpoint, or one checkpoint, with the run's tokenizer and objective."""
+    folder, run = checkpoint_path(path), run_of(path)
+    config = run.config()
+    fresh = of_config(str(path), config, seed=config.training.seed)
+    checkpoint.load_model_tensors(_module(fresh), checkpoint.load(folder).model_tensors(), folder)
+    return replace(
+        fresh,
+        tokenizer=load_tokenizer(run.path / "tokenizer") if (run.path / "tokenizer").is_dir() else fresh.tokenizer,
+        objective=config.objective,
+        max_length=config.model.max_length,
+        run=run,
+        step=int(folder.name.removeprefix("step-")),
+        is_newest=folder != path,
+    )
+
+
+def of_folder(path: Path) -> Opened:
+    """Somebody else's checkpoint under the objective of its kind, with the tokenizer.json beside it."""
+    foreign = open_folder(path)
+    file = path / TOKENIZER_FILE
+    tokenizer = read_tokenizer(file) if file.is_file() else None
+    if tokenizer is not None and tokenizer.vocab_size > foreign.vocab_size:
+        raise DataError(f"{file} has {tokenizer.vocab_size} tokens, and the model beside it only {foreign.vocab_size}")
+    return Opened(
+        name=str(path),
+        model=foreign.model,
+        tokenizer=tokenizer,
+        objective=foreign.objective,
+        vocab_size=foreign.vocab_size,
+        max_length=foreign.max_length,
+        stage="step unknown",
+        notes=foreign.notes,
+    )
+
+
+def of_factory(word: str, seed: int) -> Opened:
+    """package.module:factory → a LoopedModel, a pair of it and batches, or an `Opened`."""
+    module_name, _, attribute = word.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        factory: Any = getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise ConfigError(f"cannot import {module_name!r} ({error}); run from its folder or install it") from error
+    except AttributeError:
+        raise ConfigError(f"module {module_name!r} has no {attribute!r}") from None
+    finally:
+        sys.path.pop(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = _called(factory, word)
+    if isinstance(made, Opened):
+        return replace(made, name=word)
+    model, batches = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if missing := missing_methods(model):
+        raise ConfigError(
+            f"{word} returned {type(model).__name__}, which has no {', '.join(missing)}; see loopscope.adapt"
+        )
+    if isinstance(model, nn.Module):
+        model.eval()
+    return Opened(name=word, model=model, vocab_size=_count_logits(model), batches=batches)
+
+
+def _called(factory: Any, word: str) -> Any:
+    """What a factory returns; whatever goes wrong inside it is told as its own mistake, with where."""
+    if not callable(factory):
+        raise ConfigError(f"{word} is a {type(factory).__name__}, not a function that returns a looped model")
+    try:
+        return factory()
+    except LoopscopeError:
+        raise
+    except Exception as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        where = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame is not None else ""
+        raise ConfigError(f"{word} failed{where}: {type(error).__name__}: {error}") from error
+
+
+def _count_logits(model: LoopedModel) -> int:
+    """The vocabulary size, which a readout of two zeros tells."""
+    with torch.no_grad():
+        state = model.loop(model.embed(torch.zeros(1, 2, dtype=torch.long)), 1)
+        vocab_size = model.readout(state, 1).shape[-1]
+    if vocab_size < 2:
+        raise ProtocolError("the model's readout has fewer than two logits")
+    return int(vocab_size)
+
+
+def _module(opened: Opened) -> nn.Module:
+    if not isinstance(opened.model, nn.Module):
+        raise ProtocolError(f"{opened.name} is not a torch module, so no weights can be loaded into it")
+    return opened.model
+
+
+def load(path: Path | str) -> LoopedModel:
+    """The model of a run folder (its newest checkpoint) or of one checkpoint folder, in evaluation mode."""
+    return of_run(Path(path)).model

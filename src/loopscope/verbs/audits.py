@@ -1,0 +1,117 @@
+"""`loopscope.audit`: the audit of anything that names or is a looped model, on the text that fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from loopscope.auditing.audit import AuditOptions, Supervised
+from loopscope.auditing.audit import audit as audit_model
+from loopscope.auditing.result import AuditResult
+from loopscope.auditing.visibility import Field
+from loopscope.data.stream import evaluation_batches
+from loopscope.errors import ConfigError
+from loopscope.objectives.terms import Term, terms_of
+from loopscope.protocol import LoopedModel
+from loopscope.targets import Batch, Opened, open_target
+from loopscope.verbs.text import Say, tokens_for, with_tokenizer
+
+VALIDATION_ROWS = 16
+"""Rows of text that an audit chooses its tokens from."""
+RANDOM_ROWS, RANDOM_LENGTH = 8, 64
+"""Random ids that a model without text of its own is audited on."""
+TEXT_LENGTH = 64
+"""Tokens of a row of text for a model that is not a run: many short rows say more than few long ones."""
+
+Progress = Callable[[str, float], None]
+
+
+def audit(
+    target: str | Path | Opened | LoopedModel,
+    batches: Iterable[Batch] | None = None,
+    *,
+    supervised: Supervised = None,
+    terms: Sequence[Term] | None = None,
+    data: Sequence[str] | None = None,
+    tokenizer: str | None = None,
+    fields: dict[str, Field] | None = None,
+    options: AuditOptions | None = None,
+    name: str | None = None,
+    step: int | None = None,
+    progress: Progress = lambda *_: None,
+    say: Say = lambda text: None,
+) -> AuditResult:
+    """Which parts of the state are active in the loop and invisible to every loss, with evidence and remedy.
+
+    `target` is a word that names a model, what `loopscope.open` gave, or a LoopedModel with `batches` of ids (B, T) or
+    pairs of ids and targets. `supervised` says which loops get cross-entropy ("every-loop", "terminal" or a list) and
+    `terms` what else is in the loss; by default both are what the target says. The model comes back as it was.
+    """
+    options = options or AuditOptions()
+    if not isinstance(target, (str, Path, Opened)):
+        if batches is None or data is not None or tokenizer is not None:
+            raise ConfigError("an audit of a model itself takes batches of ids; open a target to name text for it")
+        return audit_model(
+            target,
+            batches,
+            supervised=supervised,
+            terms=terms or (),
+            fields=fields,
+            options=options,
+            name=name,
+            step=step,
+            progress=progress,
+        )
+    opened = with_tokenizer(open_target(target, seed=options.seed), tokenizer)
+    on, texts = (None, batches) if batches is not None else text_for(opened, data, options.seed, say)
+    objective = opened.objective
+    result = audit_model(
+        opened.model,
+        texts,
+        supervised=supervised if supervised is not None else objective,
+        terms=terms if terms is not None else [] if objective is None else terms_of(objective),
+        fields=fields,
+        options=options,
+        name=name or opened.name,
+        step=opened.step if step is None else step,
+        progress=progress,
+    )
+    notes = [*([on] if on else []), *opened.notes, *result.checks["notes"]]
+    return replace(_with_texts(result, opened), checks={**result.checks, "notes": notes})
+
+
+def text_for(opened: Opened, data: Sequence[str] | None, seed: int, say: Say) -> tuple[str | None, Iterable[Batch]]:
+    """What to audit on, and a note where that is not the target's own text."""
+    if opened.tokenizer is not None:
+        tokens = tokens_for(opened, data, say)
+        length = opened.sequence_length if opened.run is not None else min(TEXT_LENGTH, opened.sequence_length)
+        rows = list(islice(evaluation_batches(tokens, length, 1, None), VALIDATION_ROWS))
+        names = data or opened.data.data
+        where = "the built-in text (--data names another)" if names == ("builtin",) else ", ".join(names)
+        return (None if opened.run is not None else f"audited on {where}"), rows
+    if data is not None:
+        tokens_for(opened, data, say)  # says what is missing
+    if opened.batches is not None:
+        return None, opened.batches
+    is_trained = opened.stage != "untrained"
+    note = "audited on random token ids, since there is no tokenizer: its cross-entropies mean little"
+    return (note if is_trained else None), [random_ids(opened, seed)]
+
+
+def random_ids(opened: Opened, seed: int) -> Tensor:
+    """Uniform ids from a generator of their own."""
+    length = min(RANDOM_LENGTH, opened.max_length or RANDOM_LENGTH)
+    return torch.randint(opened.vocab_size, (RANDOM_ROWS, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _with_texts(result: AuditResult, opened: Opened) -> AuditResult:
+    """The heaviest tokens as text, where the target has a tokenizer."""
+    if opened.tokenizer is None:
+        return result
+    named = [{**token, "text": opened.tokenizer.decode([token["token"]])} for token in result.heaviest_tokens]
+    return replace(result, heaviest_tokens=named)

@@ -1,0 +1,38 @@
+"""The text that a model is evaluated or audited on: what it was trained on, what the user names, or random ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from loopscope.data.corpora import Split, open_corpus
+from loopscope.data.packing import PackedTokens
+from loopscope.data.prepare import evaluation_tokens, pack_split
+from loopscope.data.tokenizers import fit_tokenizer
+from loopscope.errors import ConfigError
+from loopscope.targets import Opened
+
+Say = Callable[[str], None]
+
+
+def with_tokenizer(opened: Opened, tokenizer: str | None) -> Opened:
+    """The target with a tokenizer of the user's choice, for one that brings none; `bytes`, or a tokenizer.json."""
+    if tokenizer is None:
+        return opened
+    if opened.tokenizer is not None:
+        raise ConfigError.of("tokenizer", tokenizer, f"{opened.name} has a tokenizer of its own")
+    if tokenizer in ("bpe", "word"):
+        raise ConfigError.of("tokenizer", tokenizer, "would have to be trained; name bytes, or a tokenizer.json")
+    return replace(opened, tokenizer=fit_tokenizer(tokenizer, (), opened.vocab_size))
+
+
+def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Split = "valid") -> PackedTokens:
+    """The text of `data`, all of it, or a split of the target's own text, in the target's tokens."""
+    if opened.tokenizer is None:
+        raise ConfigError(
+            f"{opened.name} has no tokenizer.json or other tokenizer to read text (--data) with; name one with "
+            "--tokenizer, or return loopscope.Opened with one from the factory"
+        )
+    if data is not None:
+        return evaluation_tokens(tuple(data), opened.data.text_field, opened.tokenizer, say)
+    return pack_split(open_corpus(opened.data), split, opened.tokenizer, say)
