@@ -198,8 +198,62 @@ class SandwichNorm(PreNorm):
         ledger.norm(f"{name}.branch_norm", f"{name}.branch")
 
 
+class HeadScale(nn.Module):
+    """γ_i·head_i: one learned factor per head, 1 at first."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_heads))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return (x_BTD.unflatten(-1, (self.weight.shape[0], -1)) * self.weight[:, None]).flatten(-2)
+
+
+class NormFormer(PreNorm):
+    """Pre-norm, with a further norm in each branch and learned scales (arXiv 2110.09456).
+
+        x ← x + LN_a(W_O·[γ_1·head_1, …, γ_H·head_H])        heads of LN x
+        x ← w_res∘x + W_2·LN_f(act(W_1·LN x))
+
+    γ and w_res are learned and start at 1; LN_f has the width of the hidden layer; w_res acts on the feed-forward's
+    residual alone. The head scale sits before W_O, as in the paper; public code has it on slices of W_O's output.
+    Chosen here: `norm` names the kind of all norms; under SwiGLU LN_f acts on silu(gate)·value; dropout acts on what
+    the branch's last matrix writes, as in every placement (public code: after LN_a); matrices are drawn as for `pre`.
+
+    In a loop: no norm is on the stream. At w_res = 1 the core is F(h) = h + B(norm(h)), and Lemma 2 holds as for `pre`:
+    scale is carried. LN_a and LN_f bound what one loop adds to it, not what many add up to. All loops share w_res:
+    if it is w in all channels of n layers, each loop multiplies the carried state by wⁿ; scale dies out below 1, which
+    is where weight decay pulls it, and grows geometrically above.
+    """
+
+    def __init__(self, config: ModelConfig, branch: Branch) -> None:
+        super().__init__(config, branch)
+        attention = branch == "attention"
+        self.inner = (
+            HeadScale(config.num_heads) if attention else make_norm(config.norm, config.mlp_hidden, config.norm_eps)
+        )
+        self.branch_norm = make_norm(config.norm, config.width, config.norm_eps) if attention else None
+        self.residual = None if attention else nn.Parameter(torch.ones(config.width))
+
+    def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        if self.residual is not None:
+            x_BTD = self.residual * x_BTD
+        return x_BTD + (branch_BTD if self.branch_norm is None else self.branch_norm(branch_BTD))
+
+    def saves(self, ledger: Ledger, name: str, x: str) -> None:
+        if self.residual is not None:
+            ledger.keep_state(x)  # for the gradient of w_res
+        if self.branch_norm is not None:
+            ledger.norm(f"{name}.branch_norm", f"{name}.branch")
+
+
 # A further placement is one class, one line here, and its name among those of `ModelConfig.norm_placement`.
-NORM_PLACEMENTS: dict[str, type[PreNorm]] = {"pre": PreNorm, "sum": SumNorm, "sandwich": SandwichNorm}
+NORM_PLACEMENTS: dict[str, type[PreNorm]] = {
+    "pre": PreNorm,
+    "sum": SumNorm,
+    "sandwich": SandwichNorm,
+    "normformer": NormFormer,
+}
 
 
 def make_placement(config: ModelConfig, branch: Branch) -> PreNorm:
