@@ -14,8 +14,9 @@ import loopscope as ls
 from loopscope.config import ModelConfig, config_to_yaml
 from loopscope.model.layers import NORM_PLACEMENTS, Layer, PreNorm, make_norm
 from loopscope.training import checkpoint
+from loopscope.training.activations import Kernels
 from loopscope.training.optim import Optimizers
-from loopscope.training.plan import plan_memory
+from loopscope.training.plan import activation_bytes, largest_micro_batch, plan_memory
 
 SLOT = ("core", 0, 0)
 MLPS = ("swiglu", "gelu", "relu2")
@@ -70,7 +71,17 @@ def normformer(weights, config, x):
     return weights["feed_forward_norms.residual"] * x + inside @ weights["feed_forward.out.weight"].T
 
 
-REFERENCES = {"normformer": normformer}
+def deepnorm(weights, config, x):
+    """LN(α·x + attention(x)), then LN(α·x + feed_forward(x)), with α = (2M)^¼ for M unrolled layers."""
+    alpha = (2 * (config.prelude_layers + config.num_layers * config.num_loops + config.coda_layers)) ** 0.25
+    written = heads(weights, config, x).flatten(-2) @ weights["attention.out.weight"].T
+    x = normed(weights, "attention_norms.sum_norm", alpha * x + written, config.norm_eps)
+    hidden = x @ weights["feed_forward.up.weight"].T
+    written = activation(config.mlp, hidden) @ weights["feed_forward.out.weight"].T
+    return normed(weights, "feed_forward_norms.sum_norm", alpha * x + written, config.norm_eps)
+
+
+REFERENCES = {"normformer": normformer, "deepnorm": deepnorm}
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -142,6 +153,33 @@ def _trained_one_step(config, ids_BT):
     return model, optimizers
 
 
+@pytest.mark.parametrize("mlp", MLPS)
+def test_deepnorm_starts_with_smaller_values_outputs_and_feed_forwards_but_not_queries_and_keys(tiny, mlp):
+    """M = 1 + 2·3 + 1 = 8 unrolled layers: β = 64^−¼ = 0.3536 and α = 16^¼ = 2."""
+    config = replace(tiny, prelude_layers=1, coda_layers=1, num_kv_heads=2, mlp=mlp)
+    plain, deep = (ls.build(replace(config, norm_placement=name), seed=0) for name in ("pre", "deepnorm"))
+    layers = [layer for layer in deep.modules() if isinstance(layer, Layer)]
+    assert len(layers) == 4
+    assert {norms.alpha for layer in layers for norms in (layer.attention_norms, layer.feed_forward_norms)} == {2.0}
+    beta, weights = 0.35355339, deep.state_dict()
+    for name, weight in plain.state_dict().items():
+        if name.endswith(("attention.out.weight", "feed_forward.up.weight", "feed_forward.out.weight")):
+            weight = beta * weight
+        elif name.endswith("attention.qkv.weight"):
+            weight = weight * torch.tensor([1.0] * (32 + 16) + [beta] * 16)[:, None]  # 4 queries, 2 keys, 2 values
+        if "norms.norm" not in name:  # deepnorm has no norm before a branch
+            torch.testing.assert_close(weights[name], weight)
+
+
+def test_under_scaled_initialisation_deepnorms_factor_takes_the_place_of_the_depths(tiny):
+    """M = 6: outputs have std 0.02·48^−¼ = 0.0076, not 0.02/√12 = 0.0058 nor both."""
+    model = ls.build(replace(tiny, norm_placement="deepnorm", init="scaled"), seed=0)
+    for layer in model.recurrence.core.layers:
+        for out in (layer.attention.out, layer.feed_forward.out):
+            assert out.weight.std().item() == pytest.approx(0.0076, rel=0.1)
+        assert layer.attention.qkv.weight[:64].std().item() == pytest.approx(0.02, rel=0.1)
+
+
 # --- what each does to scale -----------------------------------------------------------------------------------------
 
 OPTIONS = ls.AuditOptions(states=3, prefix=8, rollout=5)
@@ -172,6 +210,22 @@ def test_a_residual_weight_below_one_lets_scale_die_out(tiny, ids_BT):
         for layer in model.recurrence.core.layers:
             layer.feed_forward_norms.residual.fill_(0.7)
     assert audited_scale(model, ids_BT) == ("controlled", "damped", 0)
+
+
+def test_deepnorm_writes_no_scale(tiny, ids_BT):
+    """h_k = LN(…) with gain 1 has mean h² = 1 whatever went in, so ⟨h_k, dh_k⟩ = 0 for whatever the loop can write.
+
+    The rmsnorm readout hides the direction h_k alone, and that is orthogonal to the range of the loop's Jacobian: no
+    loop writes it, and scale is out of the loop. A raw readout shows it.
+    """
+    config = replace(tiny, vocab_size=80, norm_placement="deepnorm")
+    model = ls.build(config, seed=0)
+    state = model.embed(ids_BT)
+    for size in (1e-2, 1.0, 1e4):
+        scale_BT = model.loop(state.with_h(size * state.h_BTD), 1).h_BTD.square().mean(-1).sqrt()
+        torch.testing.assert_close(scale_BT, torch.ones_like(scale_BT), rtol=1e-3, atol=0)
+    assert audited_scale(model, ids_BT) == ("controlled", "removed", 0)
+    assert audited_scale(ls.build(replace(config, readout="raw"), seed=0), ids_BT) == ("controlled", "visible", 0)
 
 
 # --- a placement of one's own ----------------------------------------------------------------------------------------
@@ -215,6 +269,16 @@ def test_a_made_up_placement_is_planned_from_its_class_alone(made_up, mlp, norm)
     step.forward()
     memory = plan_memory(config)
     assert memory.activations + memory.loss_gradients == pytest.approx(step.saved, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_a_made_up_placement_is_planned_under_autocast_where_norms_lift_what_they_read(made_up):
+    config = configure()
+    step = RealStep(config)
+    step.forward(autocast=True)
+    kernels = Kernels(compute=2, mask=2, fused_rmsnorm=False, own_kernels=False)
+    saved, _ = activation_bytes(config, kernels, largest_micro_batch(config, 1), step.model)
+    assert saved + plan_memory(config).loss_gradients == pytest.approx(step.saved, rel=0.01)
 
 
 def test_a_made_up_placement_decides_how_its_branches_are_initialised(tiny, made_up, monkeypatch):

@@ -121,6 +121,9 @@ VARIANTS = [
     ({"norm_placement": "normformer", "dropout": 0.1}, {}),
     ({"norm_placement": "normformer", "norm": "layernorm", "mlp": "gelu", "positions": "rope"}, {}),
     ({"norm_placement": "normformer", "mlp": "relu2", "num_loops": 6}, {"backprop_loops": 2}),
+    ({"norm_placement": "deepnorm", "dropout": 0.1}, {}),
+    ({"norm_placement": "deepnorm", "norm": "layernorm", "prelude_layers": 1, "coda_layers": 1}, {}),
+    ({"norm_placement": "deepnorm", "mlp": "relu2", "num_loops": 6, "readout": "raw"}, {"backprop_loops": 2}),
     ({"mlp": "gelu"}, {}),
     ({"mlp": "relu2", "mlp_width": 100}, {}),
     ({"qk_norm": True}, {}),
@@ -161,6 +164,7 @@ AUTOCAST: list[dict[str, object]] = [
     {"injection": "gated"},
     {"norm_placement": "normformer"},
     {"norm_placement": "normformer", "mlp": "gelu", "positions": "rope"},
+    {"norm_placement": "deepnorm"},
 ]
 
 

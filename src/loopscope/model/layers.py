@@ -247,12 +247,48 @@ class NormFormer(PreNorm):
             ledger.norm(f"{name}.branch_norm", f"{name}.branch")
 
 
+class DeepNorm(SumNorm):
+    """Post-norm with a weighted residual and smaller matrices, so that very deep stacks train (arXiv 2203.00555).
+
+        x ← LN(α·x + f(x))        α = (2M)^¼        both branches; f reads x itself
+        V, W_O, W_1, W_2 ← β·what `init` drew       β = (8M)^−¼        not Q and K
+
+    Chosen here: M is the unrolled depth, layers × loops + prelude + coda at the trained number of loops. α weighs the
+    stream against as many branches as a token passes through, and a looped layer adds its two in every loop. (DeepLoop,
+    arXiv 2607.13491, counts the same way, with square roots for fourth roots.) More loops at test time change neither.
+    `norm` names the kind of LN. β is a factor on `init`'s own matrices, and under `scaled` takes the place of
+    1/√(2·depth), which serves the same end for pre-norm; under SwiGLU both halves of W_1 have it. The published model
+    has no final norm: that is `readout = raw`.
+
+    In a loop: every sublayer ends in a norm, so h has unit RMS (times a gain) after every loop, and no loop can write
+    its scale: it is removed. A scale put there from outside would be read, for f is not blind to it.
+    """
+
+    def __init__(self, config: ModelConfig, branch: Branch) -> None:
+        super().__init__(config, branch)
+        self.norm = None
+        self.alpha, self.beta = (2 * config.total_layers) ** 0.25, (8 * config.total_layers) ** -0.25
+
+    def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        return self.sum_norm(self.alpha * x_BTD + branch_BTD)
+
+    @torch.no_grad()
+    def initialise(self, branch: Attention | FeedForward, config: ModelConfig) -> None:
+        """β on all but queries and keys, which decide where attention looks and not how much it writes."""
+        branch.out.weight.mul_(self.beta)
+        if isinstance(branch, Attention):
+            branch.qkv.weight[-branch.kv_heads * branch.head_width :].mul_(self.beta)  # the values come last
+        else:
+            branch.up.weight.mul_(self.beta)
+
+
 # A further placement is one class, one line here, and its name among those of `ModelConfig.norm_placement`.
 NORM_PLACEMENTS: dict[str, type[PreNorm]] = {
     "pre": PreNorm,
     "sum": SumNorm,
     "sandwich": SandwichNorm,
     "normformer": NormFormer,
+    "deepnorm": DeepNorm,
 }
 
 
