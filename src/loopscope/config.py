@@ -73,8 +73,8 @@ class ModelConfig:
     """Kind of the norms inside the layers."""
     norm_eps: float = 1e-6
     """Epsilon of every norm; through an RMSNorm readout it is the only leak of scale (Lemma 1)."""
-    norm_placement: Literal["pre", "sum", "sandwich"] = "pre"
-    """Where the layer norms sit: pre-norm, also on the residual sum (Huginn), also on the branch output (Ouro)."""
+    norm_placement: Literal["pre", "sum", "sandwich", "normformer", "deepnorm"] = "pre"
+    """Where the layer norms sit: pre-norm, also on the sum (Huginn), on the branch (Ouro); NormFormer's; DeepNorm's."""
 
     inter_loop_norm: Literal["none", "rmsnorm", "layernorm"] = "none"
     """Norm that opens every loop after the first: it removes scale from the recurrence."""

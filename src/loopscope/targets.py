@@ -38,6 +38,7 @@ from loopscope.training.session import checkpoint_path, run_of
 Batch = Tensor | tuple[Tensor, Tensor]
 """Ids (B, T), or ids with their targets."""
 
+UNTRAINED = "untrained"
 USUAL_LENGTH = 256
 """Tokens of a sequence for a model that takes longer ones, or does not say what it takes."""
 WORDS = "a run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file or "
@@ -66,10 +67,15 @@ class Opened:
     """Training steps behind its weights; None where they are not known."""
     is_newest: bool = False
     """Whether it is what its run folder stands at: results about it may be left there."""
-    stage: str = "untrained"
+    stage: str = UNTRAINED
     """What is said of the weights where no step is known."""
     batches: Iterable[Batch] | None = None
     """Text of its own, as ids, from a factory that returns a pair."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its weights are more than an initialisation."""
+        return self.step is not None or self.stage != UNTRAINED
 
     @property
     def sequence_length(self) -> int:

@@ -118,6 +118,12 @@ def test_memory_is_within_15_percent_of_the_bytes_a_real_step_holds(name):
 VARIANTS = [
     ({"dropout": 0.1, "norm_placement": "sum"}, {}),
     ({"norm_placement": "sandwich", "norm": "layernorm"}, {}),
+    ({"norm_placement": "normformer", "dropout": 0.1}, {}),
+    ({"norm_placement": "normformer", "norm": "layernorm", "mlp": "gelu", "positions": "rope"}, {}),
+    ({"norm_placement": "normformer", "mlp": "relu2", "num_loops": 6}, {"backprop_loops": 2}),
+    ({"norm_placement": "deepnorm", "dropout": 0.1}, {}),
+    ({"norm_placement": "deepnorm", "norm": "layernorm", "prelude_layers": 1, "coda_layers": 1}, {}),
+    ({"norm_placement": "deepnorm", "mlp": "relu2", "num_loops": 6, "readout": "raw"}, {"backprop_loops": 2}),
     ({"mlp": "gelu"}, {}),
     ({"mlp": "relu2", "mlp_width": 100}, {}),
     ({"qk_norm": True}, {}),
@@ -152,7 +158,17 @@ def test_activations_of_every_design_are_predicted_from_shapes(model, objective)
     assert memory.activations + memory.loss_gradients == pytest.approx(step.saved, rel=0.01)
 
 
-@pytest.mark.parametrize("model", [{"dropout": 0.1}, {"positions": "rope", "qk_norm": True}, {"injection": "gated"}])
+AUTOCAST: list[dict[str, object]] = [
+    {"dropout": 0.1},
+    {"positions": "rope", "qk_norm": True},
+    {"injection": "gated"},
+    {"norm_placement": "normformer"},
+    {"norm_placement": "normformer", "mlp": "gelu", "positions": "rope"},
+    {"norm_placement": "deepnorm"},
+]
+
+
+@pytest.mark.parametrize("model", AUTOCAST)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 def test_autocast_saves_layers_in_low_precision_and_a_copy_of_every_weight(model):
     """GPUs train so; the CPU's autocast differs only in its kernels, which the plan takes as an argument."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from loopscope.cli.configured import Configured
 from loopscope.cli.live import watching
 from loopscope.cli.terminal import print_json, print_text, say
-from loopscope.config import Config, ModelConfig, TargetConfig
+from loopscope.config import Config, ModelConfig
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from loopscope.presets import PRESETS, preset
 
@@ -54,10 +54,11 @@ examples:
         from loopscope.training.distributed import is_first_process
         from loopscope.verbs.training import train
 
-        config = self.resolved()
         weights: str | Opened | None = self.init_from
-        if self.target is not None:
-            config, weights = self._of_target(config, self.target)
+        if self.target is None:
+            config = self.resolved()
+        else:
+            config, weights = self._of_target(self.target)
         result = train(
             config,
             self.out or self._default_folder(config),
@@ -70,8 +71,8 @@ examples:
             self._print(result)
         return EXIT_OF[result.outcome]
 
-    def _of_target(self, config: Config, word: str) -> tuple[Config, str | Opened | None]:
-        """The configuration of a model that is named, and the weights that it starts from where it has some."""
+    def _of_target(self, word: str) -> tuple[Config, Opened | None]:
+        """The configuration of a model that is named, and where its weights and tokenizer come from, if it has any."""
         from loopscope.targets import open_target
         from loopscope.verbs.training import target_config
 
@@ -81,10 +82,10 @@ examples:
             raise ConfigError(
                 f"flags of the model do not go with {word}, which brings its own; drop them, or the target"
             )
-        opened = open_target(word, seed=config.training.seed)
-        config = replace(config, model=target_config(opened, config.data.sequence_length))
-        is_design = isinstance(config.model, TargetConfig) or (opened.stage == "untrained" and opened.step is None)
-        return config, (None if is_design else opened)
+        opened = open_target(word, seed=self.training.seed)
+        model = target_config(opened, self.data.sequence_length)
+        config = Config(model=model, objective=self.objective, data=self.data, training=self.training)
+        return config, (opened if opened.is_trained or opened.tokenizer is not None else None)
 
     def _print(self, result: TrainingResult) -> None:
         if self.json:

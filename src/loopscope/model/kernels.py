@@ -40,8 +40,10 @@ class RMSNorm(nn.RMSNorm):
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
-def norm_linear(x: Tensor, norm: nn.Module, linear: nn.Module) -> Tensor:
-    """linear(norm(x)), without keeping norm(x) where the hand-written gradients run."""
+def norm_linear(x: Tensor, norm: nn.Module | None, linear: nn.Module) -> Tensor:
+    """linear(norm(x)), without keeping norm(x) where the hand-written gradients run; linear(x) without a norm."""
+    if norm is None:
+        return linear(x)
     if isinstance(norm, RMSNorm) and _untouched(norm, linear) and worthwhile(linear, x):
         return _NormLinear.apply(x, norm.weight, linear.weight, norm.eps)
     return linear(norm(x))

@@ -5,7 +5,9 @@ Shape legend: B batch, T tokens, S tokens attended to, D width, H heads, G key/v
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,11 @@ from torch.nn import functional as F
 from loopscope.config import ModelConfig
 from loopscope.model.kernels import RMSNorm, norm_linear, swiglu_linear
 from loopscope.protocol import Cache, Slot
+
+SCALED_STD = 0.02
+"""Standard deviation of every matrix and table under `init = scaled`."""
+
+Branch = Literal["attention", "feed_forward"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,15 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(
-        self, x_BTD: Tensor, norm: nn.Module, rotary: Rotation | None, cache: Cache | None, slot: Slot
+        self,
+        x_BTD: Tensor,
+        norm: nn.Module | None,
+        rotary: Rotation | None,
+        cache: Cache | None,
+        slot: Slot,
+        inner: nn.Module | None = None,
     ) -> Tensor:
-        """attention(norm(x))."""
+        """W_O inner(heads(norm(x)))."""
         qkv_BTHC = norm_linear(x_BTD, norm, self.qkv).unflatten(-1, (-1, self.head_width))
         q, k, v = (part.transpose(1, 2) for part in qkv_BTHC.split([self.num_heads, self.kv_heads, self.kv_heads], 2))
         q, k = self.q_norm(q), self.k_norm(k)
@@ -69,7 +82,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.extend(slot, k, v)
-        return self.out(causal_attention(q, k, v).transpose(1, 2).flatten(-2))
+        return norm_linear(causal_attention(q, k, v).transpose(1, 2).flatten(-2), inner, self.out)
 
 
 def causal_attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor) -> Tensor:
@@ -97,53 +110,191 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(config.width, config.mlp_hidden * (2 if config.mlp == "swiglu" else 1), bias=False)
         self.out = nn.Linear(config.mlp_hidden, config.width, bias=False)
 
-    def forward(self, x_BTD: Tensor, norm: nn.Module) -> Tensor:
-        """feed_forward(norm(x))."""
+    def forward(self, x_BTD: Tensor, norm: nn.Module | None, inner: nn.Module | None = None) -> Tensor:
+        """out(inner(activation(up(norm(x)))))."""
         hidden = norm_linear(x_BTD, norm, self.up)
-        if self.kind == "swiglu":
+        if self.kind == "swiglu" and inner is None:
             return swiglu_linear(hidden, self.out)
-        return self.out(F.gelu(hidden) if self.kind == "gelu" else F.relu(hidden).square())
+        if self.kind == "swiglu":
+            gate, value = hidden.chunk(2, dim=-1)
+            activated = F.silu(gate) * value
+        else:
+            activated = F.gelu(hidden) if self.kind == "gelu" else F.relu(hidden).square()
+        return norm_linear(activated, inner, self.out)
+
+
+class Ledger(Protocol):
+    """What a placement sees of the plan's ledger of saved activations (`training.activations`): tensors by name."""
+
+    def keep(self, name: str, bytes_per_token: int) -> None:
+        """Enter a tensor; one that two operations save is entered under one name, and counts once."""
+
+    def keep_state(self, name: str) -> None:
+        """Enter a tensor of the residual stream."""
+
+    def norm(self, name: str, x: str) -> None:
+        """Enter what a layer's norm of x saves."""
 
 
 class PreNorm(nn.Module):
     """x + f(norm(x)): the residual stream itself is never normalised, so the loop carries its scale.
 
-    `norm` is applied by the branch f itself, together with its first matrix.
+    Every other placement is a subclass. It is made once per residual branch, and decides five things about it:
+
+        norm          opens the branch: what its first matrix reads is norm(x), or x itself where it is None
+        inner         sits before the branch's last matrix, on the joined heads or the activated hidden layer; or None
+        after         how the branch's output joins the stream
+        initialise    what becomes of the branch's matrices once they have been drawn
+        saves         what autograd keeps of `after`, so that the plan stays right
+
+    The branch applies `norm` and `inner` together with its matrices, which saves memory (see `kernels`). The plan knows
+    what a norm keeps in these two places; any other `inner` is taken for a product with a parameter, which keeps its
+    input.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, branch: Branch) -> None:
         super().__init__()
-        self.norm = make_norm(config.norm, config.width, config.norm_eps)
+        self.norm: nn.Module | None = make_norm(config.norm, config.width, config.norm_eps)
+        self.inner: nn.Module | None = None
 
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         """How the branch's output joins the stream."""
         return x_BTD + branch_BTD
 
+    def initialise(self, branch: Attention | FeedForward, config: ModelConfig) -> None:
+        """Under `scaled`, what writes into the stream is drawn smaller by √(2·depth), loops counted."""
+        if config.init == "scaled":
+            nn.init.normal_(branch.out.weight, std=SCALED_STD / math.sqrt(2 * config.total_layers))
+
+    def saves(self, ledger: Ledger, name: str, x: str) -> None:
+        """Enter what autograd keeps of `after`, for the branch `name` of the stream x: of a sum, nothing."""
+
 
 class SumNorm(PreNorm):
     """norm'(x + f(norm(x))): the sum is normalised too, so no scale survives a layer (Huginn)."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, branch: Branch) -> None:
+        super().__init__(config, branch)
         self.sum_norm = make_norm(config.norm, config.width, config.norm_eps)
 
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         return self.sum_norm(x_BTD + branch_BTD)
 
+    def saves(self, ledger: Ledger, name: str, x: str) -> None:
+        ledger.norm(f"{name}.sum_norm", f"{name}.sum")
+
 
 class SandwichNorm(PreNorm):
     """x + norm'(f(norm(x))): every branch writes a bounded amount, the stream still carries its scale (Ouro)."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, branch: Branch) -> None:
+        super().__init__(config, branch)
         self.branch_norm = make_norm(config.norm, config.width, config.norm_eps)
 
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         return x_BTD + self.branch_norm(branch_BTD)
 
+    def saves(self, ledger: Ledger, name: str, x: str) -> None:
+        ledger.norm(f"{name}.branch_norm", f"{name}.branch")
 
-# A further placement (NormFormer, DeepNorm) is one class with `norm` and `after`, and one line here.
-NORM_PLACEMENTS: dict[str, type[PreNorm]] = {"pre": PreNorm, "sum": SumNorm, "sandwich": SandwichNorm}
+
+class HeadScale(nn.Module):
+    """γ_i·head_i: one learned factor per head, 1 at first."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_heads))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return (x_BTD.unflatten(-1, (self.weight.shape[0], -1)) * self.weight[:, None]).flatten(-2)
+
+
+class NormFormer(PreNorm):
+    """Pre-norm, with a further norm in each branch and learned scales (arXiv 2110.09456).
+
+        x ← x + LN_a(W_O·[γ_1·head_1, …, γ_H·head_H])        heads of LN x
+        x ← w_res∘x + W_2·LN_f(act(W_1·LN x))
+
+    γ and w_res are learned and start at 1; LN_f has the width of the hidden layer; w_res acts on the feed-forward's
+    residual alone. The head scale sits before W_O, as in the paper; public code has it on slices of W_O's output.
+    Chosen here: `norm` names the kind of all norms; under SwiGLU LN_f acts on silu(gate)·value; dropout acts on what
+    the branch's last matrix writes, as in every placement (public code: after LN_a); matrices are drawn as for `pre`.
+
+    In a loop: no norm is on the stream. At w_res = 1 the core is F(h) = h + B(norm(h)), and Lemma 2 holds as for `pre`:
+    scale is carried. LN_a and LN_f bound what one loop adds to it, not what many add up to. All loops share w_res:
+    if it is w in all channels of n layers, each loop multiplies the carried state by wⁿ; scale dies out below 1, which
+    is where weight decay pulls it, and grows geometrically above.
+    """
+
+    def __init__(self, config: ModelConfig, branch: Branch) -> None:
+        super().__init__(config, branch)
+        attention = branch == "attention"
+        self.inner = (
+            HeadScale(config.num_heads) if attention else make_norm(config.norm, config.mlp_hidden, config.norm_eps)
+        )
+        self.branch_norm = make_norm(config.norm, config.width, config.norm_eps) if attention else None
+        self.residual = None if attention else nn.Parameter(torch.ones(config.width))
+
+    def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        if self.residual is not None:
+            x_BTD = self.residual * x_BTD
+        return x_BTD + (branch_BTD if self.branch_norm is None else self.branch_norm(branch_BTD))
+
+    def saves(self, ledger: Ledger, name: str, x: str) -> None:
+        if self.residual is not None:
+            ledger.keep_state(x)  # for the gradient of w_res
+        if self.branch_norm is not None:
+            ledger.norm(f"{name}.branch_norm", f"{name}.branch")
+
+
+class DeepNorm(SumNorm):
+    """Post-norm with a weighted residual and smaller matrices, so that very deep stacks train (arXiv 2203.00555).
+
+        x ← LN(α·x + f(x))        α = (2M)^¼        both branches; f reads x itself
+        V, W_O, W_1, W_2 ← β·what `init` drew       β = (8M)^−¼        not Q and K
+
+    Chosen here: M is the unrolled depth, layers × loops + prelude + coda at the trained number of loops. α weighs the
+    stream against as many branches as a token passes through, and a looped layer adds its two in every loop. (DeepLoop,
+    arXiv 2607.13491, counts the same way, with square roots for fourth roots.) More loops at test time change neither.
+    `norm` names the kind of LN. β is a factor on `init`'s own matrices, and under `scaled` takes the place of
+    1/√(2·depth), which serves the same end for pre-norm; under SwiGLU both halves of W_1 have it. The published model
+    has no final norm: that is `readout = raw`.
+
+    In a loop: every sublayer ends in a norm, so h has unit RMS (times a gain) after every loop, and no loop can write
+    its scale: it is removed. A scale put there from outside would be read, for f is not blind to it.
+    """
+
+    def __init__(self, config: ModelConfig, branch: Branch) -> None:
+        super().__init__(config, branch)
+        self.norm = None
+        self.alpha, self.beta = (2 * config.total_layers) ** 0.25, (8 * config.total_layers) ** -0.25
+
+    def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        return self.sum_norm(self.alpha * x_BTD + branch_BTD)
+
+    @torch.no_grad()
+    def initialise(self, branch: Attention | FeedForward, config: ModelConfig) -> None:
+        """β on all but queries and keys, which decide where attention looks and not how much it writes."""
+        branch.out.weight.mul_(self.beta)
+        if isinstance(branch, Attention):
+            branch.qkv.weight[-branch.kv_heads * branch.head_width :].mul_(self.beta)  # the values come last
+        else:
+            branch.up.weight.mul_(self.beta)
+
+
+# A further placement is one class, one line here, and its name among those of `ModelConfig.norm_placement`.
+NORM_PLACEMENTS: dict[str, type[PreNorm]] = {
+    "pre": PreNorm,
+    "sum": SumNorm,
+    "sandwich": SandwichNorm,
+    "normformer": NormFormer,
+    "deepnorm": DeepNorm,
+}
+
+
+def make_placement(config: ModelConfig, branch: Branch) -> PreNorm:
+    """The norms around one residual branch."""
+    return NORM_PLACEMENTS[config.norm_placement](config, branch)
 
 
 class Layer(nn.Module):
@@ -151,16 +302,22 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        placement = NORM_PLACEMENTS[config.norm_placement]
-        self.attention, self.attention_norms = Attention(config), placement(config)
-        self.feed_forward, self.feed_forward_norms = FeedForward(config), placement(config)
+        self.attention, self.attention_norms = Attention(config), make_placement(config, "attention")
+        self.feed_forward, self.feed_forward_norms = FeedForward(config), make_placement(config, "feed_forward")
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot) -> Tensor:
-        branch_BTD = self.attention(x_BTD, self.attention_norms.norm, rotary, cache, slot)
-        x_BTD = self.attention_norms.after(x_BTD, self.dropout(branch_BTD))
-        branch_BTD = self.feed_forward(x_BTD, self.feed_forward_norms.norm)
-        return self.feed_forward_norms.after(x_BTD, self.dropout(branch_BTD))
+        norms = self.attention_norms
+        branch_BTD = self.attention(x_BTD, norms.norm, rotary, cache, slot, norms.inner)
+        x_BTD = norms.after(x_BTD, self.dropout(branch_BTD))
+        norms = self.feed_forward_norms
+        branch_BTD = self.feed_forward(x_BTD, norms.norm, norms.inner)
+        return norms.after(x_BTD, self.dropout(branch_BTD))
+
+    def initialise(self, config: ModelConfig) -> None:
+        """The placement's word on the matrices of both branches, once all of the model's are drawn."""
+        self.attention_norms.initialise(self.attention, config)
+        self.feed_forward_norms.initialise(self.feed_forward, config)
 
 
 class Stack(nn.Module):

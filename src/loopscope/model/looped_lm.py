@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from loopscope.config import ModelConfig
 from loopscope.errors import DataError
-from loopscope.model.layers import Attention, FeedForward, Rotation, Stack, rotation
+from loopscope.model.layers import SCALED_STD, Layer, Rotation, Stack, rotation
 from loopscope.model.readouts import Norm, Taper, make_readout
 from loopscope.model.recurrence import Context, Recurrence
 from loopscope.objectives.placement import Objective, ObjectiveResult
@@ -30,7 +30,6 @@ from loopscope.protocol import (
     run_loops,
 )
 
-SCALED_STD = 0.02
 HUGINN_NOISE_STD = math.sqrt(2 / 5)
 """Std of Huginn's initial state, a normal truncated at three standard deviations."""
 
@@ -54,8 +53,7 @@ class LoopedLM(nn.Module, LinearReadout, Cached, DeclaredVisibility, SharedCore,
             self.recurrence.inter_loop_norm = self.readout_map.norm
         self.exit_gate = nn.Linear(config.width, 1) if config.exit_gate else None
         self.unembedding = None if config.tie_head else nn.Linear(config.width, config.vocab_size, bias=False)
-        if config.init == "scaled":
-            _init_scaled(self, config)
+        _initialise(self, config)
 
     @property
     def head(self) -> Tensor:
@@ -173,14 +171,15 @@ def count_parameters(model: LoopedLM) -> dict[str, int]:
     return dict(parts)
 
 
-def _init_scaled(model: LoopedLM, config: ModelConfig) -> None:
-    """std 0.02 everywhere; projections that write into the residual stream shrink by √(2·depth), loops counted."""
+def _initialise(model: LoopedLM, config: ModelConfig) -> None:
+    """`scaled`: std 0.02 everywhere; then the norm placement has its word on the matrices of its branches."""
+    if config.init == "scaled":
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=SCALED_STD)
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=SCALED_STD)
-    for module in model.modules():
-        if isinstance(module, (Attention, FeedForward)):
-            nn.init.normal_(module.out.weight, std=SCALED_STD / math.sqrt(2 * config.total_layers))
+        if isinstance(module, Layer):
+            module.initialise(config)
 
 
 def _truncated_normal(uniform: Tensor, std: float) -> Tensor:

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from loopscope.config import Config
+from loopscope.model.layers import PreNorm, make_placement
 from loopscope.objectives.placement import supervised_loops
 from loopscope.objectives.terms import terms_of
 from loopscope.training.flops import passes_at
@@ -55,6 +59,9 @@ class SavedTensors:
         self.config, self.model, self.kernels, self.tokens = config, config.design("a plan"), kernels, tokens
         self.bytes: dict[str, int] = {}
         self.detached: set[str] = set()
+        with torch.device("meta"):  # asked for what they save, never run
+            self.attention_norms = make_placement(config.model, "attention")
+            self.feed_forward_norms = make_placement(config.model, "feed_forward")
 
     @property
     def total(self) -> int:
@@ -135,40 +142,55 @@ class SavedTensors:
         return f"{name}.out"
 
     def stack(self, part: str, x: str, num_layers: int) -> str:
-        """Layers in a row, two residual branches each."""
+        """Layers in a row, two residual branches each; how a branch joins the stream, its placement says."""
         for index in range(num_layers):
-            for branch, save in (("attention", self.attention), ("feed_forward", self.feed_forward)):
+            for branch, save, norms in (
+                ("attention", self.attention, self.attention_norms),
+                ("feed_forward", self.feed_forward, self.feed_forward_norms),
+            ):
                 name = f"{part}.{index}.{branch}"
-                self.norm(f"{name}.norm", x, self.model.norm)
-                save(name)
-                x = self.join(name)
+                save(name, x, norms)
+                self.dropout(name, self.kernels.compute)
+                norms.saves(self, name, x)
+                x = f"{name}.out"
         return x
 
-    def join(self, name: str) -> str:
-        """How a branch joins the stream: dropout, and the second norm of the sandwich and sum placements."""
-        self.dropout(name, self.kernels.compute)
-        if self.model.norm_placement != "pre":
-            normed = "branch" if self.model.norm_placement == "sandwich" else "sum"
-            self.norm(f"{name}.{normed}_norm", f"{name}.{normed}", self.model.norm)
-        return f"{name}.out"
+    def norm(self, name: str, x: str, kind: str | None = None, width: int | None = None) -> None:
+        """LayerNorm saves input, mean and 1/σ; RMSNorm input and 1/s, and on CPUs h/s for its gain's gradient.
 
-    def norm(self, name: str, x: str, kind: str) -> None:
-        """LayerNorm saves input, mean and 1/σ; RMSNorm input and 1/s, and on CPUs h/s for its gain's gradient."""
+        Kind and width are those of the norms inside the layers, unless given.
+        """
+        kind, size = kind or self.model.norm, FLOAT32 * (width or self.model.width)
         composite = kind == "rmsnorm" and not self.kernels.fused_rmsnorm
         if composite:
-            self.keep_state(f"{name}.normalised")
+            self.keep(f"{name}.normalised", size)
         # The composite differentiates s only where the input needs it; fused kernels save their input always.
         if not composite or x not in self.detached:
-            self.keep_state(x)
+            self.keep(x, size)
             self.keep(f"{name}.statistics", FLOAT32 * (2 if kind == "layernorm" else 1))
 
-    def attention(self, name: str) -> None:
-        """Input, q, k and v (one storage), output and log-sum-exp; new q and k where they are normed or rotated."""
+    def matrix(self, name: str, x: str, before: nn.Module | None, width: int, number: int) -> None:
+        """A matrix that reads `before`(x): its input, unless it is made again in backward, and what `before` saves.
+
+        `number` is the bytes of a number of x: float32 in the stream, `compute` inside a branch, which norms lift.
+        """
+        if isinstance(before, (nn.RMSNorm, nn.LayerNorm)):
+            kind = "layernorm" if isinstance(before, nn.LayerNorm) else "rmsnorm"
+            self.norm(f"{name}.norm", x if number == FLOAT32 else f"{x}.lifted", kind, width)
+            if self.kernels.own_kernels and kind == "rmsnorm":
+                return
+        elif before is not None or number == self.kernels.compute:
+            self.keep(x, number * width)
+        if before is not None or number != self.kernels.compute:
+            self.keep(f"{name}.input", self.kernels.compute * width)
+
+    def attention(self, name: str, x: str, norms: PreNorm) -> None:
+        """Both matrices, q, k, v (one storage), heads and log-sum-exp; new q and k where they are normed or rotated."""
         model, compute = self.model, self.kernels.compute
         keys = model.kv_heads * model.width // model.num_heads
-        self.branch_input(name)
+        self.matrix(name, x, norms.norm, model.width, FLOAT32)
         self.keep(f"{name}.qkv", compute * (model.width + 2 * keys))
-        self.keep(f"{name}.mixed", compute * model.width)
+        self.keep(heads := f"{name}.heads", compute * model.width)
         self.keep(f"{name}.logsumexp", FLOAT32 * model.num_heads)
         if model.qk_norm:
             self.qk_norm(name, model.width + keys)
@@ -176,9 +198,10 @@ class SavedTensors:
             self.keep(f"{name}.qk", compute * (model.width + keys))
         if model.positions == "rope" or (model.qk_norm and not self.kernels.own_kernels):
             # SDPA lays its output out like q, which is contiguous by heads now: merging the heads copies it.
-            self.keep(f"{name}.merged", compute * model.width)
+            heads = f"{name}.merged"
         if model.positions == "rope" and compute != FLOAT32:
             self.keep(f"{name}.rotary", compute * 2 * model.width // model.num_heads)
+        self.matrix(f"{name}.last", heads, norms.inner, model.width, compute)
 
     def qk_norm(self, name: str, size: int) -> None:
         """RMSNorm per head: its input is a view of qkv, unless autocast lifts that to float32."""
@@ -188,17 +211,15 @@ class SavedTensors:
         if self.kernels.compute != FLOAT32:
             self.keep(f"{name}.qk_lifted", FLOAT32 * size)
 
-    def feed_forward(self, name: str) -> None:
-        """Input, hidden layer, what the activation makes of it; SwiGLU: gate and value, silu(gate), their product."""
-        tensors = (2 if self.kernels.own_kernels else 4) if self.model.mlp == "swiglu" else 2
-        hidden = self.model.mlp_hidden * tensors
-        self.branch_input(name)
-        self.keep(f"{name}.hidden", self.kernels.compute * hidden)
-
-    def branch_input(self, name: str) -> None:
-        """norm(x), which the branch's first matrix reads, unless it is made again in backward."""
-        if not (self.kernels.own_kernels and self.model.norm == "rmsnorm"):
-            self.keep(f"{name}.input", self.kernels.compute * self.model.width)
+    def feed_forward(self, name: str, x: str, norms: PreNorm) -> None:
+        """Both matrices and what the activation saves; SwiGLU: gate, value and silu(gate)."""
+        compute, hidden = self.kernels.compute, self.model.mlp_hidden
+        self.matrix(name, x, norms.norm, self.model.width, FLOAT32)
+        if self.model.mlp == "swiglu" and norms.inner is None and self.kernels.own_kernels:
+            self.keep(f"{name}.hidden", compute * 2 * hidden)  # gate and value: the rest is made again in backward
+            return
+        self.keep(f"{name}.hidden", compute * hidden * (3 if self.model.mlp == "swiglu" else 1))
+        self.matrix(f"{name}.last", f"{name}.activated", norms.inner, hidden, compute)
 
     def dropout(self, name: str, input_bytes: int) -> None:
         """The mask; CPUs keep it in the dtype of the input."""

@@ -98,9 +98,8 @@ def text_for(opened: Opened, data: Sequence[str] | None, seed: int, say: Say) ->
         tokens_for(opened, data, say)  # says what is missing
     if opened.batches is not None:
         return None, opened.batches
-    is_trained = opened.stage != "untrained"
     note = "audited on random token ids, since there is no tokenizer: its cross-entropies mean little"
-    return (note if is_trained else None), [random_ids(opened, seed)]
+    return (note if opened.is_trained else None), [random_ids(opened, seed)]
 
 
 def random_ids(opened: Opened, seed: int) -> Tensor:
