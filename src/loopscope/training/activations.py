@@ -60,8 +60,8 @@ class SavedTensors:
         self.bytes: dict[str, int] = {}
         self.detached: set[str] = set()
         with torch.device("meta"):  # asked for what they save, never run
-            self.attention_norms = make_placement(config.model, "attention")
-            self.feed_forward_norms = make_placement(config.model, "feed_forward")
+            self.attention_norms = make_placement(self.model, "attention")
+            self.feed_forward_norms = make_placement(self.model, "feed_forward")
 
     @property
     def total(self) -> int:
