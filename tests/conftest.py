@@ -7,6 +7,9 @@ import torch
 from hypothesis import settings
 
 from loopscope.config import ModelConfig
+from loopscope.machine import limit_cpu_isa
+
+limit_cpu_isa()  # before torch's first product; processes that tests start inherit it
 
 settings.register_profile("loopscope", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("loopscope")

@@ -26,6 +26,7 @@ from loopscope.cli.reproduce import Reproduce
 from loopscope.cli.terminal import say
 from loopscope.cli.train import Train
 from loopscope.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
+from loopscope.machine import limit_cpu_isa
 
 TOP_HELP = """Train, audit and run looped (depth-recurrent, weight-shared) language models.
 
@@ -65,6 +66,9 @@ VERBS: dict[str, type[Any]] = {
     "env": Env,
 }
 
+WITHOUT_TORCH = (Report,)
+"""Verbs that only read files: nothing of theirs depends on what the processor can do."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a user's mistake is one sentence, never a traceback."""
@@ -73,7 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character still gets the rest
     try:
-        exit_code = parse(argv).run()
+        verb = parse(argv)
+        if not isinstance(verb, WITHOUT_TORCH):
+            limit_cpu_isa()
+        exit_code = verb.run()
         sys.stdout.flush()
         return exit_code
     except LoopscopeError as error:
