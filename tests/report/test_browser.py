@@ -23,8 +23,8 @@ QUIET = ["--disable-gpu", "--disable-background-networking", "--disable-dev-shm-
 ARGUMENTS = ["--headless", "--no-sandbox", *QUIET]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 WAIT = 60_000
-"""Milliseconds before a page that does not get there has failed; a busy machine takes its time. Scripts in the page have
-no limit in playwright, so the one that waits counts for itself; all else ends with the time limit of a test."""
+"""Milliseconds before a page that does not get there has failed; a busy machine takes its time. Scripts in the page
+have no limit in playwright, so the one that waits counts for itself; all else ends with the time limit of a test."""
 
 
 @pytest.fixture(scope="session")
