@@ -41,6 +41,44 @@ def cache_folder(cache: Path | None = None) -> Path:
     return Path(chosen).expanduser()
 
 
+def recall(path: Path | None) -> Any:
+    """What `remember` wrote: None where nothing is there, or something that is not JSON."""
+    try:
+        return None if path is None else json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def remember(path: Path | None, value: object) -> None:
+    """Keep a JSON value in a file, whole or not at all, also of several processes at once.
+
+    It is for what can be found out again: a cache that cannot be written costs the next process time, no more.
+    """
+    if path is None:
+        return
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(json.dumps(value) + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def memory_of(name: str, *depends_on: object) -> Path | None:
+    """The file of the cache folder for something that is found out once, named by all that could change it.
+
+    A file for each state of the machine, so that machines which share a home folder do not overwrite each other's.
+    None where there is no home folder.
+    """
+    try:
+        folder = cache_folder() / "machine"
+    except RuntimeError:
+        return None
+    return folder / f"{name}-{hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:16]}.json"
+
+
 # --- versions --------------------------------------------------------------------------------------------------------
 
 
@@ -148,12 +186,14 @@ def bf16_products() -> Bf16Products:
     processor = read_processor(CPUINFO)
     if not processor.announces_amx:
         return "work"
-    memory = _memory_of(processor)
-    if (remembered := _recall(memory)) is not None:
-        return remembered
+    flags = sorted(processor.flags)
+    memory = memory_of("bf16", processor.model, flags, platform.release(), _version_of("torch"), TRIAL)
+    match recall(memory):
+        case {"bf16_products": "work" | "die" as remembered}:
+            return remembered
     answer = _try_products()
     if answer != "unknown":
-        _remember(memory, answer)
+        remember(memory, {"schema_version": 1, "bf16_products": answer})
     return answer
 
 
@@ -169,43 +209,6 @@ def _try_products() -> Bf16Products:
     if code in (-signal.SIGILL, 128 + signal.SIGILL):  # the second where the interpreter is a shell script
         return "die"
     return "work" if code == 0 else "unknown"
-
-
-def _memory_of(processor: Processor) -> Path | None:
-    """The file that remembers the answer, named by all that could change it; None without a home folder.
-
-    A file for each, so that machines which share a home folder, and processes at once, never write the same one
-    with different answers.
-    """
-    try:
-        folder = cache_folder() / "machine"
-    except RuntimeError:
-        return None
-    parts = [processor.model, *sorted(processor.flags), platform.release(), _version_of("torch"), TRIAL]
-    return folder / f"bf16-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
-
-
-def _recall(memory: Path | None) -> Bf16Products | None:
-    try:
-        noted = json.loads(memory.read_text(encoding="utf-8"))["bf16_products"] if memory is not None else None
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged: the child is asked again
-        return None
-    return noted if noted in ("work", "die") else None
-
-
-def _remember(memory: Path | None, answer: Bf16Products) -> None:
-    """Write the file whole, or not at all: a cache that cannot be written costs the next process a child, no more."""
-    if memory is None:
-        return
-    content = json.dumps({"schema_version": 1, "bf16_products": answer, "kernel": platform.release()})
-    partial = memory.with_suffix(f".{os.getpid()}.partial")
-    with suppress(OSError):
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(content + "\n", encoding="utf-8")
-            partial.replace(memory)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def limit_cpu_isa() -> None:
