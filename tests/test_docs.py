@@ -57,7 +57,8 @@ def generate() -> ModuleType:
     return module
 
 
-def test_the_command_line_reference_is_what_help_prints(generate):
+def test_the_command_line_reference_is_what_help_prints(generate, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "")  # it sets its own
     assert PAGES["cli.md"] == generate.cli_reference(), "run `make docs`"
 
 
