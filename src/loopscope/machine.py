@@ -133,7 +133,7 @@ SAFE_ISA = "AVX512_CORE_BF16"
 REASON_VARIABLE = "LOOPSCOPE_CPU_ISA_REASON"
 """Why we set the variable: processes that we start inherit both, and do not take our setting for the user's."""
 CPUINFO = Path("/proc/cpuinfo")
-TRIAL_SECONDS = 120.0
+TRIAL_SECONDS = 60.0
 """Long enough to import torch from a cold network disk; a product itself takes a millisecond."""
 TRIAL = """
 import resource
