@@ -9,8 +9,8 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)            ## install, then show the blind spot on this machine
 	$(BIN)/loopscope quickstart
 
-test: $(STAMP)            ## the whole test suite, a file at a time on every core
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+test: $(STAMP)            ## the whole test suite, a file at a time on every core, the longest files first
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)           ## style, types, and the direction of imports
 	$(BIN)/ruff check .

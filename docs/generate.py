@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from loopscope.cli import VERBS
+from loopscope.cli import VERBS, Shown, parse
 from loopscope.experiments.tables import claims_table
 
 ROOT = Path(__file__).parent.parent
@@ -25,16 +23,16 @@ MARKED = re.compile(r"(<!-- claims of (\S+): written by make docs -->\n).*?(<!--
 
 def cli_reference() -> str:
     """The help of `loopscope` and of every verb, as Markdown."""
+    os.environ["COLUMNS"] = WIDTH
     sections = ["# Command line\n\nGenerated from `--help` by `make docs`; do not edit.\n", _section([])]
     return "\n".join([*sections, *(_section([verb]) for verb in VERBS)])
 
 
 def _section(arguments: list[str]) -> str:
     title = " ".join(["loopscope", *arguments])
-    command = [sys.executable, "-m", "loopscope", *arguments, "--help"]
-    environment = {**os.environ, "COLUMNS": WIDTH, "NO_COLOR": "1"}
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    lines = "\n".join(line.rstrip() for line in shown.strip().splitlines())
+    shown = parse([*arguments, "--help"])
+    assert isinstance(shown, Shown)
+    lines = "\n".join(line.rstrip() for line in shown.text.strip().splitlines())
     return f"## {title}\n\n```\n{lines}\n```\n"
 
 

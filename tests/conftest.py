@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
 
 from loopscope.config import ModelConfig
+from loopscope.machine import limit_cpu_isa
+
+limit_cpu_isa()  # before torch's first product; processes that tests start inherit it
+
+LONGEST_FIRST = (
+    *("experiments/test_backends.py", "training/test_distributed.py", "experiments/test_quickstart.py"),
+    *("test_reproduce_cli.py", "auditing/test_planted.py", "auditing/test_search.py", "test_training_cli.py"),
+    *("training/test_trainer.py", "experiments/test_claims.py", "report/test_build.py", "report/test_browser.py"),
+)
+"""Files that take more than about 20 seconds. A worker takes one file at a time (`make test`), so that a long one which
+is started last leaves the other workers idle; xdist's own order, most tests first, does just that."""
 
 settings.register_profile("loopscope", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("loopscope")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    place = {here / name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))  # stable: all else stays in its order
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,8 @@ def generate() -> ModuleType:
     return module
 
 
-def test_the_command_line_reference_is_what_help_prints(generate):
+def test_the_command_line_reference_is_what_help_prints(generate, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "")  # it sets its own
     assert PAGES["cli.md"] == generate.cli_reference(), "run `make docs`"
 
 
@@ -87,7 +88,9 @@ NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 def test_the_training_loop_of_the_readme_prints_what_is_shown(capsys):
     """Word for word; its numbers up to what another processor rounds differently."""
-    block, shown = re.search(r"```python\n([^`]*?ls\.watch.*?)```\n\nprints\n\n```\n(.*?)```", README, re.DOTALL).groups()
+    block, shown = re.search(
+        r"```python\n([^`]*?ls\.watch.*?)```\n\nprints\n\n```\n(.*?)```", README, re.DOTALL
+    ).groups()
     exec(compile(block, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert NUMBER.sub("#", " ".join(printed.split())) == NUMBER.sub("#", " ".join(shown.split()))

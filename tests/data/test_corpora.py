@@ -10,13 +10,32 @@ from itertools import chain
 import pytest
 
 from loopscope.config import DataConfig
-from loopscope.data.corpora import SPLITS, Corpus, _clean, _docstrings, builtin_corpus, joined, open_corpus
+from loopscope.data import corpora
+from loopscope.data.corpora import (
+    SPLITS,
+    Corpus,
+    _clean,
+    _docstrings,
+    _library_files,
+    builtin_corpus,
+    joined,
+    open_corpus,
+    read_builtin,
+)
 from loopscope.errors import DataError
 
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     return builtin_corpus()
+
+
+@pytest.fixture(scope="module")
+def read_anew() -> tuple[list[str], set[str]]:
+    """The documents of the built-in corpus, not remembered, and the modules that were imported to read them."""
+    before = set(sys.modules)
+    documents = read_builtin(_library_files())
+    return documents, set(sys.modules) - before
 
 
 def test_splits_share_no_document_and_no_document_repeats(corpus):
@@ -27,18 +46,36 @@ def test_splits_share_no_document_and_no_document_repeats(corpus):
     assert sizes["train"] > 300_000
 
 
-def test_the_hash_is_of_the_content_and_the_corpus_is_the_same_every_time(corpus):
-    again = builtin_corpus()
-    assert again == corpus
+def test_the_hash_is_of_the_content_and_the_corpus_is_the_same_every_time(corpus, read_anew):
+    assert builtin_corpus() == corpus, "remembered"
+    assert read_anew[0] == sorted(chain(*corpus.documents.values())), "and read anew"
     everything = sorted(document for documents in corpus.documents.values() for document in documents)
     assert corpus.sha256 == hashlib.sha256("\0".join(everything).encode()).hexdigest()
 
 
-def test_standard_library_modules_are_read_and_not_imported():
-    before = set(sys.modules)
-    builtin_corpus()
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"sha256": "0", "documents": ["other text"]}', b"\xff"])
+def test_what_is_remembered_of_the_built_in_corpus_is_checked_and_read_anew_where_it_is_damaged(
+    monkeypatch, tmp_path, damage
+):
+    monkeypatch.setenv("LOOPSCOPE_CACHE", str(tmp_path / "cache"))
+    module = tmp_path / "library" / "module.py"
+    module.parent.mkdir()
+    module.write_text(f'"""{"A docstring. " * 20}"""')
+    monkeypatch.setattr(corpora, "_library_files", lambda: [module])
+    fresh = builtin_corpus()
+    assert any("A docstring." in document for document in chain(*fresh.documents.values()))
+    (memory,) = (tmp_path / "cache" / "machine").iterdir()
+    kept = memory.read_bytes()
+    memory.write_bytes(damage)
+    assert builtin_corpus() == fresh and memory.read_bytes() == kept
+    module.write_text(f'"""{"Another text. " * 30}"""')
+    assert builtin_corpus() != fresh, "a file that changed is read again"
+
+
+def test_standard_library_modules_are_read_and_not_imported(read_anew):
     assert "antigravity" not in sys.modules and "turtle" not in sys.modules
-    assert not {name for name in set(sys.modules) - before if not name.startswith("pydoc_data")}
+    allowed = ("pydoc_data", "encodings.")  # the help topics, and the coding that a file declares
+    assert not {name for name in read_anew[1] if not name.startswith(allowed)}
 
 
 def test_documents_are_clean_text(corpus):
@@ -60,6 +97,32 @@ def test_a_file_that_does_not_parse_has_no_docstrings(tmp_path):
     path.write_text('"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n')
     assert list(_docstrings(path)) == ["Module.", "Class.", "Method."]
     assert ast.get_docstring(ast.parse(path.read_text())) == "Module."
+
+
+NESTED = """
+if x:
+    pass
+else:
+    async def g():
+        'In an else.'
+try:
+    x
+except E:
+    for y in x:
+        def f():
+            'In a loop in a handler.'
+finally:
+    match x:
+        case 1:
+            class A:
+                'In a case.'
+"""
+
+
+def test_docstrings_are_found_in_every_block(tmp_path):
+    path = tmp_path / "nested.py"
+    path.write_text(NESTED)
+    assert sorted(filter(None, _docstrings(path))) == ["In a case.", "In a loop in a handler.", "In an else."]
 
 
 LINES = [f"line {number} of a small text" for number in range(400)]

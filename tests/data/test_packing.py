@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from loopscope.data import packing
 from loopscope.data.corpora import Corpus, joined
-from loopscope.data.packing import PackedTokens, cache_folder, pack
+from loopscope.data.packing import PackedTokens, pack
 from loopscope.data.tokenizers import Tokenizer, bytes_tokenizer, fit_tokenizer
 from loopscope.errors import DataError
+from loopscope.machine import cache_folder
 
 DOCUMENTS = ["The river runs to the sea.", "  The sea, naïve 漢字, is not full", "zebra\n\n  the sea", "the river"]
 BYTES = bytes_tokenizer()

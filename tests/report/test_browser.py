@@ -18,10 +18,13 @@ from loopscope.report.build import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+# Without /dev/shm: it is 64 MB in many containers, and a page that fills it stops without a word.
+QUIET = ["--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
+ARGUMENTS = ["--headless", "--no-sandbox", *QUIET]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 WAIT = 60_000
-"""Milliseconds before a page that does not get there has failed; a busy machine takes its time."""
+"""Milliseconds before a page that does not get there has failed; a busy machine takes its time. Scripts in the page
+have no limit in playwright, so the one that waits counts for itself; all else ends with the time limit of a test."""
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +36,14 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-DRAW_ALL = """async () => {
-  const charts = [...document.querySelectorAll('[data-chart]')];
+DRAW_ALL = """async wait => {
+  const charts = [...document.querySelectorAll('[data-chart]')], end = Date.now() + wait;
   for (const chart of charts) {
     chart.scrollIntoView();
-    while (!chart.dataset.drawn) await new Promise(done => setTimeout(done, 10));
+    while (!chart.dataset.drawn) {
+      if (Date.now() > end) throw new Error(`${chart.dataset.chart} was not drawn within ${wait} ms`);
+      await new Promise(done => setTimeout(done, 10));
+    }
   }
   return charts.map(chart => chart.dataset.chart);
 }"""
@@ -48,8 +54,9 @@ class Tab:
 
     def __init__(self, browser: Any, file: Path, **options: Any) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        self.context.set_default_timeout(WAIT)
+        self.context.set_default_navigation_timeout(WAIT)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(WAIT)
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(message.text))
@@ -60,7 +67,7 @@ class Tab:
 
     def draw_all(self) -> list[str]:
         """Scroll to every chart, as a reader would, and give their names."""
-        return self.page.evaluate(DRAW_ALL)
+        return self.page.evaluate(DRAW_ALL, WAIT)
 
     def lines(self, chart: str) -> int:
         """Lines and marks that are drawn in a chart."""

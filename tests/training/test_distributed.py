@@ -1,4 +1,8 @@
-"""Two real processes under torchrun, with gloo: the same losses, sharded checkpoints on any number of ranks, a kill."""
+"""Two real processes with gloo: the same losses, sharded checkpoints on any number of ranks, under torchrun a kill.
+
+torchrun is in two of the tests; elsewhere the two processes come out of one interpreter (`forked_ranks.py`), and a
+single one is this process: an import of torch costs more than all that is trained here.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,17 @@ import time
 from pathlib import Path
 
 import pytest
+import synthetic
 import torch
 from synthetic import CONFIG
 
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 
-SCRIPT = Path(__file__).parent / "synthetic.py"
-ONE = [sys.executable, str(SCRIPT)]
-TWO = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(SCRIPT)]
+SCRIPTS = Path(__file__).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+UNDER_TORCHRUN = [*TORCHRUN, str(SCRIPTS / "synthetic.py")]
+TWO = [sys.executable, str(SCRIPTS / "forked_ranks.py")]
 
 
 def start(command: list[str], folder: Path, shard: str, steps: int) -> subprocess.Popen[str]:
@@ -39,6 +45,15 @@ def train(command: list[str], folder: Path, shard: str, steps: int = 20) -> None
     assert process.returncode == 0, output
 
 
+def train_here(folder: Path, steps: int = 20) -> None:
+    """One rank, in this process."""
+    threads = torch.get_num_threads()
+    try:
+        synthetic.main(str(folder), "none", str(steps), "0.0")
+    finally:
+        torch.set_num_threads(threads)
+
+
 def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in RunFolder(folder).read_metrics() if row["kind"] == "train"]
 
@@ -46,34 +61,52 @@ def losses(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def single(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("single")
-    train(ONE, folder, "none")
+    train_here(folder)
     return folder
 
 
-@pytest.mark.parametrize("shard", ["none", "full"])
-def test_two_processes_make_the_losses_of_one_to_five_digits(single, tmp_path, shard):
-    train(TWO, tmp_path, shard)
-    assert len(losses(tmp_path)) == 20
-    assert losses(tmp_path) == pytest.approx(losses(single), rel=1e-5)
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("replicated")
+    train(UNDER_TORCHRUN, folder, "none")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    train(TWO, folder, "full")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_two_processes_make_the_losses_of_one_to_five_digits(single, kind, request):
+    folder = request.getfixturevalue(kind)
+    assert len(losses(folder)) == 20
+    assert losses(folder) == pytest.approx(losses(single), rel=1e-5)
     whole = checkpoint.newest(single / "checkpoints", print).model_tensors()
-    for name, tensor in checkpoint.newest(tmp_path / "checkpoints", print).model_tensors().items():
+    for name, tensor in checkpoint.newest(folder / "checkpoints", print).model_tensors().items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("first", "then"), [(TWO, ONE), (ONE, TWO)], ids=["two ranks, then one", "one rank, then two"])
-def test_a_sharded_checkpoint_resumes_on_another_number_of_ranks(single, tmp_path, first, then):
-    train(first, tmp_path, "full" if first is TWO else "none", steps=8)
-    train(then, tmp_path, "none" if then is ONE else "full", steps=20)
+def test_a_sharded_checkpoint_resumes_on_one_rank(single, tmp_path):
+    train(TWO, tmp_path, "full", steps=8)
+    train_here(tmp_path)
     assert losses(tmp_path) == pytest.approx(losses(single), rel=1e-5)
 
 
-def test_sharded_checkpoints_hold_no_pickle(tmp_path):
-    train(TWO, tmp_path, "full", steps=4)
-    files = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+def test_a_whole_checkpoint_resumes_on_two_ranks(single, tmp_path):
+    train_here(tmp_path, steps=8)
+    train(TWO, tmp_path, "full")
+    assert losses(tmp_path) == pytest.approx(losses(single), rel=1e-5)
+
+
+def test_sharded_checkpoints_hold_no_pickle(sharded):
+    files = {path.suffix for path in sharded.rglob("*") if path.is_file()}
     assert files <= {".safetensors", ".json", ".jsonl", ".yaml"}
-    (path,) = (p for p in checkpoint.list_steps(tmp_path / "checkpoints") if p.name.endswith("4"))
-    assert checkpoint.load(path).state["sharded"] is True
-    assert len(list(path.glob("*.safetensors"))) >= 2
+    for path in checkpoint.list_steps(sharded / "checkpoints"):
+        assert checkpoint.load(path).state["sharded"] is True
+        assert len(list(path.glob("*.safetensors"))) >= 2
 
 
 def worker_pids(parent: int) -> list[int]:
@@ -82,7 +115,7 @@ def worker_pids(parent: int) -> list[int]:
 
 
 def test_a_dead_rank_ends_the_others_promptly_and_the_run_resumes(single, tmp_path):
-    process = start(TWO, tmp_path, "none", 2000)
+    process = start(UNDER_TORCHRUN, tmp_path, "none", 2000)
     deadline = time.time() + 60
     while len(losses(tmp_path)) < 6 and time.time() < deadline:
         time.sleep(0.05)

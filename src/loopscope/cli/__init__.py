@@ -11,21 +11,25 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol, Union
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Protocol, Union
 
 import tyro
 
 from loopscope.cli.audit import Audit
+from loopscope.cli.configured import Configured
 from loopscope.cli.env import Env
 from loopscope.cli.eval import Eval
+from loopscope.cli.flags import check_known, entry, help_text, sections_of
 from loopscope.cli.plan import Plan
 from loopscope.cli.quickstart import Quickstart
 from loopscope.cli.remedy import Remedy
 from loopscope.cli.report import Report
 from loopscope.cli.reproduce import Reproduce
-from loopscope.cli.terminal import say
+from loopscope.cli.terminal import print_text, say
 from loopscope.cli.train import Train
 from loopscope.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
+from loopscope.machine import limit_cpu_isa, own_version
 
 TOP_HELP = """Train, audit and run looped (depth-recurrent, weight-shared) language models.
 
@@ -45,7 +49,7 @@ exit codes: 0 clean, 1 findings, 2 your mistake, 70 a bug of ours, 130 interrupt
 class Verb(Protocol):
     """A command: a dataclass whose fields are its flags."""
 
-    help: str
+    help: ClassVar[str]
     """What it does in one line, then examples."""
 
     def run(self) -> int:
@@ -64,6 +68,31 @@ VERBS: dict[str, type[Any]] = {
     "report": Report,
     "env": Env,
 }
+START_HERE = {
+    "train": (
+        *("preset", "data", "readout", "placement", "num_loops", "steps", "batch", "lr", "seed", "norm_penalty"),
+        *("out", "resume"),
+    ),
+    "plan": ("preset", "readout", "placement", "num_loops", "steps", "batch", "devices", "device_type", "within_hours"),
+}
+"""Fields that a newcomer needs, where a verb has many: its help shows them first."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What `--help` and `--version` ask for: a text, and nothing else."""
+
+    text: str
+    help: ClassVar[str] = "Print a text."
+
+    def run(self) -> int:
+        """Print it."""
+        print_text(self.text)
+        return EXIT_OK
+
+
+WITHOUT_TORCH = (Report, Shown)
+"""They only read files: nothing of theirs depends on what the processor can do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character still gets the rest
     try:
-        exit_code = parse(argv).run()
+        verb = parse(argv)
+        if not isinstance(verb, WITHOUT_TORCH):
+            limit_cpu_isa()
+        exit_code = verb.run()
         sys.stdout.flush()
         return exit_code
     except LoopscopeError as error:
@@ -95,24 +127,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> Verb:
-    """The verb the arguments ask for; tyro prints help and exits where that is what they ask for."""
-    chosen = argv[0] if argv else ""
-    if chosen and not chosen.startswith("-") and chosen not in VERBS:
-        raise ConfigError(f"unknown command {chosen!r}; {suggest(chosen, VERBS)}; see loopscope --help")
-    verbs = tuple(_subcommand(name, verb, argv if name == chosen else ()) for name, verb in VERBS.items())
-    one_of: Any = Union[verbs]  # noqa: UP007
-    return tyro.cli(
-        one_of,
-        prog="loopscope",
-        description=TOP_HELP,
-        args=list(argv) or ["--help"],
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-    )
+    """The verb the arguments ask for; a flag it does not have is refused with the one of its own that looks like it."""
+    name, *arguments = argv or ["--help"]
+    if name in ("-h", "--help"):
+        return Shown(_top_help())
+    if name == "--version":
+        return Shown(f"loopscope {own_version()}")
+    if name.startswith("--tyro-"):  # shell completion, which tyro writes for all verbs at once
+        every: Any = Union[tuple(Annotated[verb, tyro.conf.subcommand(n)] for n, verb in VERBS.items())]  # noqa: UP007
+        return tyro.cli(every, prog="loopscope", args=list(argv), config=(tyro.conf.OmitArgPrefixes,))
+    if name not in VERBS:
+        kind = "flag" if name.startswith("-") else "command"
+        known = ("--help", "--version") if kind == "flag" else VERBS
+        raise ConfigError(f"unknown {kind} {name!r}; {suggest(name, known)}; see loopscope --help")
+    return _parse_verb(name, arguments)
 
 
-def _subcommand(name: str, verb: type[Any], argv: Sequence[str]) -> Any:
-    """A verb for tyro; where the arguments imply defaults (a preset's values), with those."""
-    description = verb.help if argv else verb.help.splitlines()[0]
-    if not hasattr(verb, "default"):
-        return Annotated[verb, tyro.conf.subcommand(name, description=description)]
-    return Annotated[verb, tyro.conf.subcommand(name, default=verb.default(argv), description=description)]
+def _parse_verb(name: str, arguments: list[str]) -> Verb:
+    verb, command = VERBS[name], f"loopscope {name}"
+    defaults = verb.default(arguments) if issubclass(verb, Configured) else None  # a preset's values
+    sections = sections_of(verb, defaults, START_HERE.get(name, ()))
+    if {"-h", "--help"} & {*arguments}:
+        return Shown(help_text(command, verb.help, sections))
+    check_known(arguments, command, sections)
+    given: dict[str, Any] = {} if defaults is None else {"default": defaults}
+    settings = (tyro.conf.OmitArgPrefixes,)
+    parsed, left = tyro.cli(verb, prog=command, args=arguments, config=settings, return_unknown_args=True, **given)
+    if left:
+        raise ConfigError(f"{left[0]!r} means nothing to `{command}`; see {command} --help")
+    return parsed
+
+
+def _top_help() -> str:
+    verbs = (line for name, verb in VERBS.items() for line in entry(name, verb.help.splitlines()[0]))
+    about, rest = TOP_HELP.split("\n", 1)
+    return "\n".join(["usage: loopscope COMMAND [FLAGS]", "", about, "", "commands:", *verbs, rest])

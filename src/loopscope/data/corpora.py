@@ -9,11 +9,14 @@ import ast
 import hashlib
 import inspect
 import json
+import os
 import sysconfig
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +24,7 @@ from loopscope.config import DataConfig
 from loopscope.data.files import TextFile, find_files
 from loopscope.data.hub import open_dataset
 from loopscope.errors import DataError
-from loopscope.machine import Choice
+from loopscope.machine import Choice, memory_of, recall, remember
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -30,6 +33,8 @@ SEPARATOR = "\n\n"
 """Documents are joined with a blank line."""
 MIN_CHARACTERS = 80
 """Shorter documents of the built-in corpus are mostly signatures."""
+BUILTIN_FORMAT = 1
+"""Counts up when other documents come out of the same files: what was remembered before is then forgotten."""
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
 HUB_SPLITS: dict[Split, str] = {"train": "train", "valid": "validation", "test": "test"}
 
@@ -92,14 +97,20 @@ def open_corpus(config: DataConfig) -> Corpus:
 def builtin_corpus() -> Corpus:
     """Help topics and standard-library docstrings, cleaned, deduplicated, and split by document.
 
-    A document's split follows from its own hash, so it does not move when others come or go.
+    A document's split follows from its own hash, so it does not move when others come or go. Parsing the standard
+    library takes seconds, so the documents are remembered for as long as its files stay the same.
     """
-    documents = sorted({clean for raw in _raw_documents() if len(clean := _clean(raw)) >= MIN_CHARACTERS})
+    files = list(_library_files())
+    stamps = [[str(path), (status := path.stat()).st_size, status.st_mtime_ns] for path in files]
+    memory = memory_of("builtin", BUILTIN_FORMAT, stamps)
+    documents = _intact_documents(recall(memory))
+    if documents is None:
+        documents = read_builtin(files)
+        remember(memory, {"schema_version": 1, "sha256": _digest(documents), "documents": documents})
     by_split: dict[Split, list[str]] = {"train": [], "valid": [], "test": []}
     for document in documents:
         by_split[_split_of(document)].append(document)
-    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
-    return Corpus("builtin", by_split, digest)
+    return Corpus("builtin", by_split, _digest(documents))
 
 
 def _source(name: str, text_field: str) -> Corpus:
@@ -156,26 +167,47 @@ def _validation(sources: list[Corpus]) -> Iterator[str]:
         yield from own.get("valid") or own.get("train") or own["test"]
 
 
-def _raw_documents() -> Iterator[str]:
+def _library_files() -> Iterator[Path]:
+    """Source files of the standard library. Folders to skip are not entered: the tests alone are half of it."""
+    for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
+        inside[:] = sorted(name for name in inside if name not in SKIPPED_FOLDERS)
+        paths = (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+        yield from (path for path in paths if path.is_file())  # not a link that leads nowhere
+
+
+def read_builtin(files: Iterable[Path]) -> list[str]:
+    """The documents of the built-in corpus, in order: help topics, and the docstrings of these files."""
     from pydoc_data.topics import topics
 
-    yield from topics.values()
-    library = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(library.rglob("*.py")):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(library).parts):
-            yield from _docstrings(path)
+    raw = chain(topics.values(), chain.from_iterable(map(_docstrings, files)))
+    return sorted({clean for text in raw if len(clean := _clean(text)) >= MIN_CHARACTERS})
+
+
+def _intact_documents(remembered: object) -> list[str] | None:
+    match remembered:
+        case {"sha256": str(digest), "documents": [*documents]} if all(isinstance(one, str) for one in documents):
+            return documents if _digest(documents) == digest else None
+    return None
+
+
+def _digest(documents: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(documents).encode()).hexdigest()
 
 
 def _docstrings(path: Path) -> Iterator[str]:
     """Docstrings of a source file, found without importing it; a file that does not parse has none."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(path.read_bytes())
+            waiting: deque[ast.AST] = deque([ast.parse(path.read_bytes())])
     except (SyntaxError, ValueError, OSError):
         return
-    for node in ast.walk(tree):
+    while waiting:  # ast.walk would enter every expression, and no expression holds a docstring
+        node = waiting.popleft()
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield ast.get_docstring(node, clean=False) or ""
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            if isinstance(inside := getattr(node, name, None), list):
+                waiting.extend(inside)
 
 
 def _clean(raw: str) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 from loopscope.data.corpora import Corpus, Split, joined
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import DataError
+from loopscope.machine import cache_folder
 from loopscope.runs import sync_folder
 
 SCHEMA_VERSION = 1
@@ -120,12 +121,6 @@ def pack(
             with _locked(folder.with_suffix(".lock")):
                 packed = _intact(folder) or _build(folder, corpus, split, tokenizer, on_progress)
     return packed
-
-
-def cache_folder(cache: Path | None = None) -> Path:
-    """The folder given, else LOOPSCOPE_CACHE, else ~/.cache/loopscope."""
-    chosen = cache or os.environ.get("LOOPSCOPE_CACHE") or "~/.cache/loopscope"
-    return Path(chosen).expanduser()
 
 
 def _key(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> str:

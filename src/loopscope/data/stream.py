@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.data.packing import PackedTokens, cache_folder, pack
+from loopscope.data.packing import PackedTokens, pack
 from loopscope.errors import ConfigError, DataError
+from loopscope.machine import cache_folder
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 
 __all__ = [

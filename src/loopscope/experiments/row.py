@@ -31,6 +31,7 @@ from loopscope.experiments.ledger import (
     read_record,
     write_record,
 )
+from loopscope.machine import limit_cpu_isa
 from loopscope.runs import RunFolder, folder_written_whole, write_json
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def say(message: str) -> None:
 def main(folder: str, spec_json: str, wait: str) -> int:
     """Run the row and note in row.json what becomes of it."""
     die_with_parent()
+    limit_cpu_isa()
     signal.signal(signal.SIGTERM, _interrupt)
     spec, run = RowSpec.from_json(spec_json), RunFolder(Path(folder))
     try:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from loopscope.config import TrainingConfig
+from loopscope.machine import check_bf16_products
 
 COSINE_FLOOR = 0.1
 """The cosine ends at this share of the peak."""
@@ -38,6 +39,8 @@ class Optimizers:
             torch.optim.AdamW(adamw_parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused)
         ]
         if config.optimizer == "muon":
+            if any(matrix.device.type == "cpu" for matrix in matrices):
+                check_bf16_products()  # Newton–Schulz runs in bf16, whatever the weights are
             # Scaled so that its updates have AdamW's size, and one learning rate serves both.
             muon = torch.optim.Muon(
                 matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"

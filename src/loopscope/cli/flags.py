@@ -1,0 +1,201 @@
+"""The flags of a verb, read from its dataclass: what `--help` shows, and what a mistyped flag may have meant.
+
+A field's docstring is its help and its name its flag, so neither can drift from the code. tyro only parses.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import re
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tyro.conf import Positional
+
+from loopscope.errors import ConfigError
+
+POSITIONAL = typing.get_args(Positional[str])[1]
+NAMES_OF_TYPES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+LEFT, WIDEST = 26, 110
+"""Columns of the flags, and of the whole help where the terminal is wider."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field of a verb, as a user types it."""
+
+    field: str
+    names: tuple[str, ...]
+    """--placement and its aliases; none for a positional argument."""
+    values: str
+    """What follows it: N, {raw,rmsnorm}, PATH …; nothing for a switch."""
+    doc: str
+    default: object
+    """dataclasses.MISSING where it has to be given."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Flags that are shown together."""
+
+    title: str
+    doc: str
+    flags: Sequence[Flag]
+
+
+def sections_of(verb: type[Any], defaults: object = None, start_here: Sequence[str] = ()) -> list[Section]:
+    """All flags of a verb: its own fields, then a section for each part of a configuration.
+
+    `defaults` is an instance whose values are the defaults (a preset's); `start_here` names fields, of the verb or of
+    its parts, that come first in a section of their own. Positional arguments come before everything.
+    """
+    own = Section("flags" if not start_here else "more", "", list(_flags(verb, defaults)))
+    parts = [
+        Section(name, part.__doc__ or "", list(_flags(part, getattr(defaults, name, None))))
+        for name, part in _parts(verb).items()
+    ]
+    by_name = {flag.field: flag for section in (own, *parts) for flag in section.flags}
+    first = [flag for flag in own.flags if not flag.names] + [by_name[name] for name in start_here]
+    rest = [
+        dataclasses.replace(section, flags=[flag for flag in section.flags if flag not in first])
+        for section in (own, *parts)
+    ]
+    title = "start here" if start_here else "arguments"
+    return [section for section in (Section(title, "", first), *rest) if section.flags]
+
+
+def help_text(command: str, description: str, sections: Sequence[Section]) -> str:
+    """What `--help` prints."""
+    arguments = [flag.values for section in sections for flag in section.flags if not flag.names]
+    lines = [f"usage: {' '.join([command, *arguments, '[FLAGS]'])}", "", *description.splitlines()]
+    for section in sections:
+        title = f"{section.title}: {section.doc}" if section.doc else f"{section.title}:"
+        lines += ["", title, *(line for flag in section.flags for line in entry(_left(flag), _right(flag)))]
+    return "\n".join(lines)
+
+
+def entry(left: str, right: str) -> Iterator[str]:
+    """Two columns; a left side that is too long has a line of its own."""
+    width = min(shutil.get_terminal_size().columns, WIDEST)
+    wrapped = textwrap.wrap(right, max(width - LEFT - 2, 20))
+    if len(left) > LEFT - 2:
+        yield f"  {left}"
+        left = ""
+    for number, line in enumerate(wrapped):
+        yield f"  {left if number == 0 else '':{LEFT}}{line}"
+
+
+def check_known(arguments: Sequence[str], command: str, sections: Sequence[Section]) -> None:
+    """Refuse a flag that the verb does not have, with the one of its own that it looks like."""
+    known = [name for section in sections for flag in section.flags for name in flag.names]
+    for argument in arguments:
+        given = argument.split("=")[0]
+        name = given.replace("_", "-")  # tyro takes both
+        if not re.match("--?[a-zA-Z]", name) or name in known:  # -1 is a number
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"see {command} --help"
+        raise ConfigError(f"unknown flag {given} for `{command}`; {hint}")
+
+
+# --- from dataclasses ------------------------------------------------------------------------------------------------
+
+
+def _parts(verb: type[Any]) -> dict[str, type[Any]]:
+    """The fields that are dataclasses themselves: parts of a configuration."""
+    hints = typing.get_type_hints(verb)
+    return {field.name: hints[field.name] for field in dataclasses.fields(verb) if _is_part(hints[field.name])}
+
+
+def _is_part(hint: object) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def _flags(owner: type[Any], defaults: object) -> Iterator[Flag]:
+    hints, docs = typing.get_type_hints(owner, include_extras=True), _docs(owner)
+    for field in dataclasses.fields(owner):
+        hint, *extras = typing.get_args(hints[field.name]) if _is_annotated(hints[field.name]) else (hints[field.name],)
+        if _is_part(hint):
+            continue
+        default = _default(field) if defaults is None else getattr(defaults, field.name)
+        values = _values(hint)
+        if POSITIONAL in extras:
+            names: tuple[str, ...] = ()
+            values = field.name.upper() + (" …" if typing.get_origin(hint) is tuple else "")
+        else:
+            flag = field.name.replace("_", "-")
+            aliases = [alias for extra in extras for alias in extra.aliases or ()]
+            names = (*aliases, f"--{flag}", *((f"--no-{flag}",) if hint is bool else ()))
+        yield Flag(field.name, names, values, docs.get(field.name, ""), default)
+
+
+def _is_annotated(hint: object) -> bool:
+    return typing.get_origin(hint) is typing.Annotated
+
+
+def _default(field: dataclasses.Field[Any]) -> object:
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
+def _values(hint: Any) -> str:
+    """How a value of the type is written."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is bool:
+        return ""
+    if origin is Literal:
+        return "{" + ",".join(map(str, arguments)) + "}"
+    if origin is tuple:
+        return f"{_values(arguments[0])} …"
+    if origin in (typing.Union, types.UnionType):
+        return "|".join("None" if part is types.NoneType else _values(part) for part in arguments)
+    return NAMES_OF_TYPES[hint]
+
+
+def _docs(owner: type[Any]) -> Mapping[str, str]:
+    """The docstring under each field, of the class and of those it inherits from."""
+    found: dict[str, str] = {}
+    for base in reversed(owner.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, below in itertools.pairwise(definition.body):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+# --- as text ---------------------------------------------------------------------------------------------------------
+
+
+def _left(flag: Flag) -> str:
+    return " ".join(filter(None, (", ".join(flag.names), flag.values)))
+
+
+def _right(flag: Flag) -> str:
+    if flag.default is dataclasses.MISSING:
+        return f"{flag.doc} (required)"
+    if flag.default is None:  # the docstring says what that means
+        return flag.doc
+    return f"{flag.doc} (default: {_shown(flag.default)})"
+
+
+def _shown(value: object) -> str:
+    """A default as it would be typed."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return str(value)
