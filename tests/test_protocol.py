@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import loopscope as ls
-from loopscope.errors import ConfigError, ProtocolError
+from loopscope import machine
+from loopscope.errors import ConfigError, ProtocolError, UnsupportedError
 from loopscope.protocol import LoopState, run_loops
 
 
@@ -151,3 +152,17 @@ def test_a_stranger_that_breaks_the_protocol_is_told_which_function_and_loop(cha
     model = adapted(Stranger(), **changes)
     with pytest.raises(ProtocolError, match=sentence):
         model.readout(run_loops(model, torch.randint(11, (2, 5))).states[-1], 3)
+
+
+def test_a_bf16_model_is_refused_in_a_sentence_where_its_products_would_end_the_process(tiny, ids_BT, monkeypatch):
+    """On a machine that announces AMX and forbids it; an audit computes in float64 and may go on."""
+    for variable in machine.ISA_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(machine, "bf16_products", lambda: "die")
+    model = ls.build(replace(tiny, vocab_size=80), seed=0).bfloat16()
+    with pytest.raises(UnsupportedError, match="set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
+        run_loops(model, ids_BT)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UnsupportedError, match="announces AMX"):
+        run_loops(ls.build(tiny), ids_BT)
+    options = ls.AuditOptions(states=1, prefix=4, rollout=4)
+    assert ls.audit(model, [ids_BT], options=options).model.audited_in == "float64"

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from loopscope.errors import ConfigError, ProtocolError, UnsupportedError
+from loopscope.machine import check_bf16_products
 
 
 @dataclass
@@ -263,6 +264,7 @@ def run_loops(
     if num_loops < 1:
         raise ConfigError.of("num_loops", num_loops, "a looped model runs at least one loop")
     first_with_grad = 1 if backprop_loops is None else num_loops - backprop_loops + 1
+    check_products(model, ids_BT.device)
     embed, loop = model.embed, model.loop
     if cache is not None:
         cached = Cached.needed(model, "running tokens against earlier ones")
@@ -275,6 +277,16 @@ def run_loops(
             else:
                 states.append(loop(states[-1], k))
     return LoopTrace(states)
+
+
+def check_products(model: LoopedModel, device: torch.device) -> None:
+    """Refuse bf16 products on a CPU where they would end the process (see `machine`)."""
+    if device.type != "cpu":
+        return
+    weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    if torch.bfloat16 in (autocast, None if weight is None else weight.dtype):
+        check_bf16_products()
 
 
 class _Plain:

@@ -33,7 +33,7 @@ from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, DataError, ProtocolError
 from loopscope.objectives.placement import supervised_loops
 from loopscope.objectives.terms import Term
-from loopscope.protocol import LoopedModel, LoopState, OwnLosses
+from loopscope.protocol import LoopedModel, LoopState, OwnLosses, check_products
 
 Batch = Tensor | tuple[Tensor, Tensor]
 Supervised = ObjectiveConfig | str | Sequence[int] | None
@@ -156,6 +156,7 @@ def _rows(batch: Batch) -> list[tuple[Tensor, Tensor]]:
 
 def _measure(run: _Run) -> dict[str, Any]:
     """Everything that runs the model."""
+    check_products(run.model, run.ids_BT.device)
     parts: dict[str, Any] = {}
     with torch.no_grad():
         run.progress("activity", 0.0)
