@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from loopscope.config import Config, config_to_dict
+from loopscope.config import PAPER_PENALTY, Config, changes_learning, config_to_dict
 from loopscope.errors import ConfigError, suggest
 from loopscope.presets import preset
 
-PENALTY = 0.01
-"""The paper's λ."""
 PAPER_SEEDS = (42, 101, 202)
 PAPER_EPOCHS = 4
 MOST_SEEDS = 1000
@@ -50,8 +48,8 @@ CORE = (
 )
 EXTENSIONS = (
     Condition("per-loop+final-only", "per-loop + final-only norm", "per-loop", "final-only"),
-    Condition("terminal+penalty", "terminal + penalty", "terminal", "rmsnorm", norm_penalty=PENALTY),
-    Condition("per-loop+penalty", "per-loop + penalty", "per-loop", "rmsnorm", norm_penalty=PENALTY),
+    Condition("terminal+penalty", "terminal + penalty", "terminal", "rmsnorm", norm_penalty=PAPER_PENALTY),
+    Condition("per-loop+penalty", "per-loop + penalty", "per-loop", "rmsnorm", norm_penalty=PAPER_PENALTY),
     Condition(
         "per-loop+inter-loop-norm", "per-loop + inter-loop norm", "per-loop", "rmsnorm", inter_loop_norm="rmsnorm"
     ),
@@ -97,9 +95,6 @@ def apply_recipe(base: Config, recipe: Recipe) -> Config:
 
 # --- what differs from the paper -------------------------------------------------------------------------------------
 
-_WHERE_AND_HOW_OFTEN = {"threads", "compile", "track", "log_every", "eval_every", "eval_tokens", "save_every", "steps"}
-"""Training fields that are no part of the paper's recipe, or are told in other words (steps as epochs)."""
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -127,10 +122,10 @@ def differences(common: Config, scale: str, *, epochs: float | None, bf16: bool 
 
 
 def _compared(paper: Config) -> Iterator[str]:
-    """Names of all fields that a common configuration shares with the paper's."""
+    """Names of all fields in which a common configuration can differ from the paper's; steps are told as epochs."""
     for section, fields in config_to_dict(paper).items():
         for name in fields:
-            if name not in _WHERE_AND_HOW_OFTEN and name not in (*FACTORS, "seed", "valid"):
+            if changes_learning(name) and name not in (*FACTORS, "seed", "valid", "steps"):
                 yield f"{section}.{name}"
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from loopscope.config import Config, config_from_dict, config_to_dict
+from loopscope.config import Config, changes_learning, config_from_dict, config_to_dict
 from loopscope.data.prepare import Prepared, evaluation_corpus, pack_split, prepare
 from loopscope.errors import RunError
 from loopscope.experiments.conditions import (
@@ -40,8 +40,6 @@ from loopscope.runs import read_json, write_atomically
 SCHEMA_VERSION = 1
 EXTRA_LOOPS = 4
 """Loops beyond the trained depth at which a row is evaluated too."""
-HOW_NOT_WHAT = frozenset({"threads"})
-"""Fields in which a finished row may differ from the one asked for: they say how it was run, not what it learned."""
 
 GRID_FIELDS = frozenset({"scale", "recipes", "data", "test_data", "eval_tokens"})
 RECIPE_FIELDS = frozenset({"config", "epochs", "seeds", "differences"})
@@ -225,7 +223,7 @@ def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, 
     known = config_to_dict(config_from_dict(before))  # fields that are newer than the file get their defaults
     for section, fields in now.items():
         for name, value in fields.items():
-            if name not in HOW_NOT_WHAT and value != known[section][name]:
+            if changes_learning(name) and value != known[section][name]:
                 return name, known[section][name], value
     return None
 

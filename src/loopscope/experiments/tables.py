@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loopscope.config import changes_learning
 from loopscope.experiments.conditions import CONDITIONS, FACTORS, file_name
-from loopscope.experiments.grid import HOW_NOT_WHAT
 from loopscope.experiments.results import (
     Measure,
     Results,
@@ -226,8 +226,8 @@ ONLY_FACTORS = "Only the named factors and the seed vary; everything else is equ
 
 def unexpected_variation(fields: Iterable[str]) -> list[str]:
     """Fields that vary and are neither a condition's factor, nor the seed, nor how a row was run."""
-    expected = {*FACTORS, "seed", *HOW_NOT_WHAT}
-    return [field for field in fields if field.split(".")[1] not in expected]
+    names = {field: field.split(".")[1] for field in fields}
+    return [field for field, name in names.items() if changes_learning(name) and name not in (*FACTORS, "seed")]
 
 
 def claims_table(claims: list[dict[str, Any]]) -> Table:

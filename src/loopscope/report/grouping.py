@@ -7,15 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loopscope.config import changes_learning
 from loopscope.experiments.conditions import CONDITIONS, FACTORS
 from loopscope.report.files import mapping, number, shown, words
 from loopscope.report.records import Run
 
-HOW_IT_WAS_RUN = frozenset(
-    {"log_every", "eval_every", "eval_tokens", "save_every", "keep_last", "track", "threads", "compile", "shard"}
-    | {"max_skips", "max_rollbacks", "spike_factor", "on_blind_spot", "checkpoint_loops"}
-)
-"""Fields that say how a run was run and watched, not what it learned."""
 NAMED = {"readout": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "final-only": "final-only norm"}}
 TITLES = {
     tuple(getattr(condition, name) for name in FACTORS): condition.title.split(" + ", 1)[1]
@@ -117,7 +113,7 @@ def compare(groups: Sequence[Group]) -> Factors:
             continue
         named = [[settings[run.name].get(name) for run in group.runs if run.name in settings] for group in groups]
         per_group = [_joined([value for value in values if value is not None]) for values in named]
-        varied.append(Factor(name, per_group, name.rpartition(".")[2] not in HOW_IT_WAS_RUN))
+        varied.append(Factor(name, per_group, changes_learning(name.rpartition(".")[2])))
     return Factors(fixed, varied)
 
 
@@ -173,7 +169,7 @@ def _penalties(runs: Sequence[Run]) -> set[float]:
 
 def _variants(runs: Sequence[Run]) -> list[str]:
     """For each run what else, besides condition and seed, it does differently from most; empty for most."""
-    told = {*FACTORS, "scale_anchor", "seed", *HOW_IT_WAS_RUN}
+    told = {*FACTORS, "scale_anchor", "seed"}
     others = [_others(run, told) for run in runs]
     known = [(run.recipe, tuple(sorted(other.items()))) for run, other in zip(runs, others, strict=True) if run.config]
     if len({other for _, other in known}) <= 1:
@@ -190,7 +186,7 @@ def _variants(runs: Sequence[Run]) -> list[str]:
 
 def _others(run: Run, told: set[str]) -> dict[str, str]:
     fields: dict[str, Any] = {name: value for part in run.config.values() for name, value in part.items()}
-    return {name: shown(value) for name, value in fields.items() if name not in told}
+    return {name: shown(value) for name, value in fields.items() if changes_learning(name) and name not in told}
 
 
 def _difference(other: dict[str, str], common: dict[str, str]) -> list[str]:
