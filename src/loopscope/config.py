@@ -376,7 +376,7 @@ def load_config(path: Path, base: Config | None = None) -> Config:
     """Read a YAML configuration; a missing, unreadable or wrong file is one clear sentence."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:  # PyYAML trips over dates
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     return config_from_dict({} if data is None else data, base, source=str(path))

@@ -34,7 +34,7 @@ examples:
   loopscope train --preset nano          train; Ctrl-C saves, the same command goes on
   loopscope audit runs/NAME              which state variables the loop carries and no loss sees
   loopscope eval runs/NAME --depths 1..8 what exiting after each loop costs
-  loopscope reproduce --scale nano       the paper's claims, with verdicts, tables and figures
+  loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
@@ -64,6 +64,9 @@ VERBS: dict[str, type[Any]] = {
     "report": Report,
     "env": Env,
 }
+
+RENAMED = {"reproduce": {"--scale": "--size"}}
+"""Flags of earlier versions, by verb, with what they are called now."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,6 +102,10 @@ def parse(argv: Sequence[str]) -> Verb:
     chosen = argv[0] if argv else ""
     if chosen and not chosen.startswith("-") and chosen not in VERBS:
         raise ConfigError(f"unknown command {chosen!r}; {suggest(chosen, VERBS)}; see loopscope --help")
+    flags = [argument.partition("=")[0] for argument in argv]
+    for before, now in RENAMED.get(chosen, {}).items():
+        if before in flags:
+            raise ConfigError(f"{before} is called {now} now; see loopscope {chosen} --help")
     verbs = tuple(_subcommand(name, verb, argv if name == chosen else ()) for name, verb in VERBS.items())
     one_of: Any = Union[verbs]  # noqa: UP007
     return tyro.cli(

@@ -19,11 +19,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
-from loopscope.experiments.grid import EXTRA_LOOPS, SCHEMA_VERSION, RowSpec, write_json
+from loopscope.experiments.grid import EXTRA_LOOPS, RowSpec
 from loopscope.experiments.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
@@ -33,7 +34,9 @@ from loopscope.experiments.ledger import (
     read_record,
     write_record,
 )
-from loopscope.runs import RunFolder, folder_written_whole
+from loopscope.readings import RowRecord
+from loopscope.runs import RunFolder, folder_written_whole, write_json
+from loopscope.scores import Depth, Evaluation, Split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,22 +74,31 @@ def main(folder: str, spec_json: str, wait: str) -> int:
 def _run_noting(spec: RowSpec, run: RunFolder) -> int:
     if is_complete(run.path, spec):
         return EXIT_OK
-    record = read_record(run.path)
-    record |= {"name": spec.name, "condition": spec.condition, "recipe": spec.recipe, "seed": spec.seed}
-    record |= {"attempts": record.get("attempts", 0) + 1, "error": None, "threads": spec.config.training.threads}
-    record |= {"host": os.uname().nodename, "pid": os.getpid()}
-    say(f"attempt {record['attempts']} at {spec.name}")
+    before = read_record(run.path)
+    record = RowRecord(
+        name=spec.name,
+        condition=spec.condition,
+        recipe=spec.recipe,
+        seed=spec.seed,
+        state="running",
+        attempts=before.attempts + 1,
+        seconds=dict(before.seconds),
+        threads=spec.config.training.threads,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+    )
+    say(f"attempt {record.attempts} at {spec.name}")
     try:
         _run_stages(spec, run, record)
     except KeyboardInterrupt:
         say("interrupted")
-        write_record(run.path, {**record, "state": "open"})
+        write_record(run.path, replace(read_record(run.path), state="open"))
         return EXIT_INTERRUPTED
     except LoopscopeError as error:
         say(f"error: {error}")
-        write_record(run.path, {**record, "state": "failed", "error": str(error)})
+        write_record(run.path, replace(read_record(run.path), state="failed", error=str(error)))
         return EXIT_GIVEN_UP
-    write_record(run.path, {**record, "stage": None, "state": "finished"})
+    write_record(run.path, replace(read_record(run.path), stage=None, state="finished"))
     return EXIT_OK
 
 
@@ -94,8 +106,7 @@ class GuardStopError(LoopscopeError):
     """A guard stopped the training; it would do so again."""
 
 
-def _run_stages(spec: RowSpec, run: RunFolder, record: dict[str, Any]) -> None:
-    record.setdefault("seconds", {})
+def _run_stages(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
     with _stage(run, record, "training"):
         _copy_tokenizer(run)
         outcome = train_row(spec, run)
@@ -113,15 +124,15 @@ def _run_stages(spec: RowSpec, run: RunFolder, record: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _stage(run: RunFolder, record: dict[str, Any], name: str) -> Iterator[None]:
+def _stage(run: RunFolder, record: RowRecord, name: str) -> Iterator[None]:
     """Note the stage, and add its seconds to those of earlier attempts, however it ends."""
-    record |= {"state": "running", "stage": name}
-    write_record(run.path, record)
+    write_record(run.path, replace(record, stage=name))
     started = time.perf_counter()
     try:
         yield
     finally:
-        record["seconds"][name] = round(record["seconds"].get(name, 0.0) + time.perf_counter() - started, 3)
+        record.seconds[name] = round(record.seconds.get(name, 0.0) + time.perf_counter() - started, 3)
+        write_record(run.path, replace(record, stage=name))
 
 
 # --- the stages ------------------------------------------------------------------------------------------------------
@@ -182,17 +193,16 @@ def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
     with torch.no_grad():
         splits = {split: _scores(spec, model, tokens, device) for split, tokens in _splits(spec, tokenizer)}
         throughput = _throughput(model, spec.config.model.num_loops, spec.config.sequence_length, device)
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "step": spec.config.training.steps,
-        "tokenizer": tokenizer.kind,
-        "num_loops": spec.config.model.num_loops,
-        "splits": splits,
-        "throughput": throughput,
-        "threads": torch.get_num_threads(),
-        "device": device,
-    }
-    write_json(run.path / "eval.json", result)
+    result = Evaluation(
+        step=spec.config.training.steps,
+        tokenizer=tokenizer.kind,
+        num_loops=spec.config.model.num_loops,
+        splits=splits,
+        throughput=throughput,
+        threads=torch.get_num_threads(),
+        device=device,
+    )
+    write_json(run.path / "eval.json", result.to_json())
 
 
 def _splits(spec: RowSpec, tokenizer: Tokenizer) -> Iterator[tuple[str, PackedTokens]]:
@@ -211,7 +221,7 @@ def _splits(spec: RowSpec, tokenizer: Tokenizer) -> Iterator[tuple[str, PackedTo
         say(f"no test scores: {error}")
 
 
-def _scores(spec: RowSpec, model: LoopedLM, tokens: PackedTokens, device: str) -> dict[str, Any]:
+def _scores(spec: RowSpec, model: LoopedLM, tokens: PackedTokens, device: str) -> Split:
     from loopscope.data.stream import covered_bytes, evaluation_batches
     from loopscope.training.evaluate import evaluate_depths, score_batch
 
@@ -221,20 +231,11 @@ def _scores(spec: RowSpec, model: LoopedLM, tokens: PackedTokens, device: str) -
     batches = evaluation_batches(tokens, spec.config.sequence_length, BATCH, spec.eval_tokens)
     scores = evaluate_depths(score, batches, spec.config.model.num_loops + EXTRA_LOOPS)
     num_bytes = covered_bytes(tokens, spec.eval_tokens)
-    depths = [
-        {
-            "k": each.k,
-            "ce": each.ce,
-            "perplexity": each.perplexity,
-            "bits_per_byte": each.bits_per_byte(num_bytes),
-            "norm": each.norm,
-        }
-        for each in scores
-    ]
-    return {"tokens": scores[0].tokens, "bytes": num_bytes, "depths": depths}
+    depths = [Depth(each.k, each.ce, each.norm, each.bits_per_byte(num_bytes)) for each in scores]
+    return Split(depths, scores[0].tokens, num_bytes)
 
 
-def _throughput(model: LoopedLM, num_loops: int, length: int, device: str) -> list[dict[str, float]]:
+def _throughput(model: LoopedLM, num_loops: int, length: int, device: str) -> dict[int, float]:
     """Tokens per second of running k loops and reading out once: median of rounds in which all depths take turns."""
     import torch
 
@@ -249,9 +250,7 @@ def _throughput(model: LoopedLM, num_loops: int, length: int, device: str) -> li
             if device == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
-    return [
-        {"k": k, "tokens_per_second": ids_BT.numel() / statistics.median(times[1:])} for k, times in seconds.items()
-    ]
+    return {k: ids_BT.numel() / statistics.median(times[1:]) for k, times in seconds.items()}
 
 
 def audit_row(folder: Path) -> None:
