@@ -46,10 +46,11 @@ class Table:
     rows: list[list[str]]
     note: str = ""
 
-    def markdown(self) -> str:
-        """With a heading, and the note below."""
+    def markdown(self, *, heading: bool = True) -> str:
+        """With a heading, unless it has one where it goes, and the note below."""
         lines = [_markdown_row(self.header), "|" + "---|" * len(self.header), *map(_markdown_row, self.rows)]
-        return f"## {self.title}\n\n" + "\n".join(lines) + (f"\n\n{self.note}\n" if self.note else "\n")
+        title = f"## {self.title}\n\n" if heading else ""
+        return title + "\n".join(lines) + (f"\n\n{self.note}\n" if self.note else "\n")
 
     def csv(self) -> str:
         """Header and rows."""
