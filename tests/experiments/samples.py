@@ -1,7 +1,7 @@
 """Sample runs, written by the code that writes real ones: a schema that drifts fails the tests that read them.
 
 What no class stands for yet (lines of metrics, the manifest, parts of the audit) is written out here, and compared with
-a real run by `test_samples_have_the_fields_of_a_real_run`.
+a real run in `test_quickstart`.
 """
 
 from __future__ import annotations
