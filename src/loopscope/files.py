@@ -10,8 +10,9 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
@@ -40,6 +41,9 @@ MOST_NAME = 40
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml where PyYAML was built with it: ten times as fast."""
+
+
+T = TypeVar("T")
 
 
 def number(value: object) -> float | None:
@@ -191,6 +195,11 @@ class Part:
         found = {k: part for part in self.parts(name) if (k := part.integer("k")) is not None}
         return dict(sorted(found.items()))
 
+    def as_a(self, kind: type[T], **given: Any) -> T:
+        """A dataclass made of this object: each field that is not given, by its name and the kind it is annotated with."""
+        asked = {name: hint for name, hint in _annotations(kind).items() if name not in given}
+        return kind(**{name: KINDS[hint](self, name) for name, hint in asked.items()}, **given)
+
     def _list(self, name: str) -> list[Any]:
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
@@ -216,12 +225,31 @@ class Part:
         return ".".join(filter(None, (self.place, words(name)[:MOST_NAME])))
 
 
+KINDS: dict[Any, Callable[[Part, str], Any]] = {
+    float | None: Part.number,
+    int | None: Part.integer,
+    bool | None: Part.flag,
+    str: Part.text,
+    str | None: lambda part, name: part.text(name) or None,
+    list[float | None]: Part.numbers,
+    list[str]: Part.texts,
+    list[list[str]]: Part.text_lists,
+    dict[str, float]: Part.named_numbers,
+    dict[str, Any]: lambda part, name: part.part(name).values,
+}
+"""How a field of a dataclass is read, by its annotation."""
+
+
+@cache
+def _annotations(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _is_gap(value: object) -> bool:
     """Whether no number is what a number may be: absent, not finite, or larger than a float holds."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-T = TypeVar("T")
 Problems = dict[str, str]
 """What is wrong with files, by their names: "eval.json" → "is not valid JSON and is left out"."""
 

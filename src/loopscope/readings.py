@@ -60,21 +60,8 @@ class RowRecord:
     @classmethod
     def from_json(cls, part: Part) -> Self:
         """What can be read of it."""
-        state: Any = part.choice("state", get_args(RowState)) or None
-        return cls(
-            name=part.text("name"),
-            condition=part.text("condition"),
-            recipe=part.text("recipe"),
-            seed=part.integer("seed"),
-            state=state,
-            stage=part.text("stage") or None,
-            attempts=part.integer("attempts") or 0,
-            seconds=part.named_numbers("seconds"),
-            error=part.text("error") or None,
-            threads=part.integer("threads"),
-            host=part.text("host") or None,
-            pid=part.integer("pid"),
-        )
+        state = part.choice("state", get_args(RowState)) or None
+        return part.as_a(cls, state=state, attempts=part.integer("attempts") or 0)
 
 
 # --- audit.json ------------------------------------------------------------------------------------------------------
@@ -109,23 +96,6 @@ class AuditedLoop:
     radial_update: float | None
     tangential_update: float | None
     norm_quantiles: list[float | None]
-
-    @classmethod
-    def from_json(cls, k: int, part: Part) -> Self:
-        """What can be read of it."""
-        return cls(
-            k=k,
-            norm=part.number("norm"),
-            scale=part.number("scale"),
-            radial_gradient_share=part.number("radial_gradient_share"),
-            radial_increment=part.number("radial_increment"),
-            predicted_increment=part.number("predicted_increment"),
-            angular_step=part.number("angular_step"),
-            angular_step_times_scale=part.number("angular_step_times_scale"),
-            radial_update=part.number("radial_update"),
-            tangential_update=part.number("tangential_update"),
-            norm_quantiles=part.numbers("norm_quantiles"),
-        )
 
 
 @dataclass(frozen=True)
@@ -182,47 +152,26 @@ class Audit:
     def from_json(cls, part: Part) -> Self:
         """What can be read of it."""
         model, directions, sweep = part.part("model"), part.part("blind_directions"), part.part("alpha_sweep")
-        return cls(
-            verdict=part.text("verdict"),
-            summary=part.text("summary"),
+        return part.as_a(
+            cls,
             step=model.integer("step"),
             num_loops=model.integer("num_loops"),
             width=model.integer("width"),
-            variables=[_variable(row) for row in part.parts("variables")],
+            variables=[row.as_a(Variable, name=row.text("name") or "unnamed") for row in part.parts("variables")],
             dimension=directions.integer("dimension"),
             named=[name for row in directions.parts("named") if (name := row.text("name"))],
-            loops={k: AuditedLoop.from_json(k, row) for k, row in part.by_number("loops").items()},
+            loops={k: row.as_a(AuditedLoop, k=k) for k, row in part.by_number("loops").items()},
             alphas=sweep.numbers("alphas"),
             sweeps={k: row.numbers("ce") for k, row in sweep.by_number("loops").items()},
-            interventions=[_intervention(row) for row in part.parts("interventions")],
-            heaviest=[_token(row) for row in part.parts("heaviest_tokens")],
+            interventions=[row.as_a(Intervention, clamps=_clamped(row)) for row in part.parts("interventions")],
+            heaviest=[row.as_a(Token) for row in part.parts("heaviest_tokens")],
             notes=part.part("checks").texts("notes"),
         )
 
 
-def _variable(part: Part) -> Variable:
-    return Variable(
-        part.text("name") or "unnamed",
-        part.text("verdict"),
-        part.number("visibility"),
-        part.number("delayed_visibility"),
-        part.number("activity"),
-        part.text("evidence"),
-        part.text("remedy"),
-        part.text("flag"),
-    )
-
-
-def _intervention(part: Part) -> Intervention:
-    name, clamps = part.text("name"), part.text("clamps")
-    if "clamps" not in part.values and name in CLAMPS_BEFORE_THE_FIELD:
-        clamps = "scale"
-    return Intervention(name, clamps, part.number("ce"), part.number("delta_ce"))
-
-
-def _token(part: Part) -> Token:
-    numbers = part.number("norm"), part.number("ratio")
-    return Token(part.text("text"), part.integer("token"), part.integer("position"), *numbers)
+def _clamped(intervention: Part) -> str:
+    is_older = "clamps" not in intervention.values and intervention.text("name") in CLAMPS_BEFORE_THE_FIELD
+    return "scale" if is_older else intervention.text("clamps")
 
 
 # --- metrics.jsonl ---------------------------------------------------------------------------------------------------
@@ -258,14 +207,8 @@ class Logged:
         step = part.integer("step")
         if step is None:
             return None
-        return cls(
-            step,
-            ce=part.numbers("ce"),
-            norm=part.numbers("norm"),
-            loops=part.numbers("loops"),
-            shares=part.numbers("radial_gradient_share"),
-            terms=frozenset(part.part("terms").values),
-        )
+        shares, terms = part.numbers("radial_gradient_share"), frozenset(part.part("terms").values)
+        return part.as_a(cls, step=step, shares=shares, terms=terms)
 
 
 @dataclass(frozen=True)
@@ -444,7 +387,7 @@ def read_run(folder: Path, name: str) -> Run:
     rows = [Part(row, f"row {n}") for n, row in enumerate(read_lines(folder / "metrics.jsonl", problems), start=1)]
     by_kind = {kind: [row for row in rows if row.text("kind") == kind] for kind in ("train", "eval", "event")}
     train, evals = ([made for row in by_kind[kind] if (made := Logged.from_json(row))] for kind in ("train", "eval"))
-    events = [Event(row.integer("step"), row.text("event"), row.text("message")) for row in by_kind["event"]]
+    events = [row.as_a(Event) for row in by_kind["event"]]
     note_misfits("metrics.jsonl", [place for row in rows for place in row.misfits], problems)
     return Run(
         name=name,

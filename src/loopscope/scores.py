@@ -55,11 +55,7 @@ class Split:
     @classmethod
     def from_json(cls, part: Part) -> Self:
         """What can be read of it."""
-        depths = [
-            Depth(k, row.number("ce"), row.number("norm"), row.number("bits_per_byte"))
-            for k, row in part.by_number("depths").items()
-        ]
-        return cls(depths, part.integer("tokens"), part.integer("bytes"))
+        return part.as_a(cls, depths=[row.as_a(Depth, k=k) for k, row in part.by_number("depths").items()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +87,8 @@ class Evaluation:
         order = ("", *SPLITS)
         names = sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
         speeds = {k: row.number("tokens_per_second") for k, row in part.by_number("throughput").items()}
-        return cls(
-            step=part.integer("step"),
-            tokenizer=part.text("tokenizer"),
-            num_loops=part.integer("num_loops"),
+        return part.as_a(
+            cls,
             splits={name: found[name] for name in names if found[name].depths},
             throughput={k: speed for k, speed in speeds.items() if speed is not None},
-            threads=part.integer("threads"),
-            device=part.text("device"),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from loopscope.files import Part, Problems, read_as
 
@@ -48,13 +48,10 @@ class RecipeRecord:
     def from_json(cls, part: Part) -> Self:
         """What can be read of it."""
         seeds = part.part("seeds")
-        return cls(
-            config=part.part("config").values,
-            epochs=part.number("epochs"),
+        return part.as_a(
+            cls,
             seeds={name: seeds.integers(name) for name in seeds.values},
-            differences=[
-                Difference(row.text("field"), row.text("paper"), row.text("here")) for row in part.parts("differences")
-            ],
+            differences=[row.as_a(Difference) for row in part.parts("differences")],
         )
 
 
@@ -81,17 +78,12 @@ class GridRecord:
     @classmethod
     def from_json(cls, part: Part) -> Self:
         """What can be read of it; `scale` is what `size` was called before."""
-        return cls(
+        return part.as_a(
+            cls,
             size=part.text("size") or part.text("scale"),
-            commands=part.text_lists("commands"),
             recipes={name: RecipeRecord.from_json(recipe) for name, recipe in part.named_parts("recipes").items()},
-            data=part.part("data").values,
             test_data=None if part.values.get("test_data") is None else part.texts("test_data"),
-            eval_tokens=part.integer("eval_tokens"),
-            versions=part.part("versions").values,
             git=part.part("git").values or None,
-            system=part.text("system"),
-            started=part.text("started"),
         )
 
 
@@ -103,7 +95,8 @@ class PaperValue:
     """What the paper reports, and where that is quoted from."""
 
     value: str
-    source: Literal["P", "R"] | str
+    source: str
+    """P or R: see `sources`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,19 +126,13 @@ class Measured:
     @classmethod
     def from_json(cls, part: Part) -> Self:
         """What can be read of it."""
-        name, rule, headline, signed = part.text("name"), part.text("rule"), part.flag("headline"), part.flag("signed")
-        return cls(
-            name=name,
-            unit=part.text("unit"),
+        headline, signed = part.flag("headline"), part.flag("signed")
+        return part.as_a(
+            cls,
             seeds=[(row.integer("seed"), row.number("value")) for row in part.parts("seeds")],
             n=part.integer("n") or 0,
-            mean=part.number("mean"),
-            low=part.number("low"),
-            high=part.number("high"),
-            rule=rule or None,
-            obeyed=part.flag("obeyed"),
-            headline=bool(rule) if headline is None else headline,
-            signed=name == SIGNED_BEFORE if signed is None else signed,
+            headline=bool(part.text("rule")) if headline is None else headline,
+            signed=part.text("name") == SIGNED_BEFORE if signed is None else signed,
         )
 
 
@@ -174,17 +161,11 @@ class Judgement:
     def from_json(cls, part: Part) -> Self:
         """What can be read of it."""
         verdict = part.text("verdict")
-        return cls(
-            recipe=part.text("recipe"),
-            split=part.text("split"),
-            id=part.text("id"),
-            title=part.text("title"),
-            measured=part.text("measured"),
-            rule=part.text("rule"),
-            paper=[PaperValue(row.text("value"), row.text("source")) for row in part.parts("paper")],
+        return part.as_a(
+            cls,
+            paper=[row.as_a(PaperValue) for row in part.parts("paper")],
             quantities=[Measured.from_json(row) for row in part.parts("quantities")],
             verdict=FAILS if verdict == FAILED_BEFORE else verdict or NOT_MEASURED,
-            reason=part.text("reason"),
         )
 
 
@@ -210,10 +191,10 @@ class ClaimsRecord:
     def from_json(cls, part: Part) -> Self:
         """What can be read of it; `scale` is what `size` was called before."""
         sources = part.part("sources")
-        return cls(
+        return part.as_a(
+            cls,
             size=part.text("size") or part.text("scale"),
             sources={name: sources.text(name) for name in sources.values},
-            interval=part.text("interval"),
             claims=[Judgement.from_json(row) for row in part.parts("claims")],
         )
 
