@@ -196,7 +196,7 @@ class Part:
         return dict(sorted(found.items()))
 
     def as_a(self, kind: type[T], **given: Any) -> T:
-        """A dataclass made of this object: each field that is not given, by its name and the kind it is annotated with."""
+        """A dataclass made of this object: what is not given is read by its name and its annotation."""
         asked = {name: hint for name, hint in _annotations(kind).items() if name not in given}
         return kind(**{name: KINDS[hint](self, name) for name, hint in asked.items()}, **given)
 
@@ -241,7 +241,7 @@ KINDS: dict[Any, Callable[[Part, str], Any]] = {
 
 
 @cache
-def _annotations(kind: type[Any]) -> dict[str, Any]:
+def _annotations(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
