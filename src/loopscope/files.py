@@ -195,7 +195,7 @@ class Part:
         found = {k: part for part in self.parts(name) if (k := part.integer("k")) is not None}
         return dict(sorted(found.items()))
 
-    def as_a(self, kind: type[T], **given: Any) -> T:
+    def as_a(self, kind: Callable[..., T], **given: Any) -> T:
         """A dataclass made of this object: what is not given is read by its name and its annotation."""
         asked = {name: hint for name, hint in _annotations(kind).items() if name not in given}
         return kind(**{name: KINDS[hint](self, name) for name, hint in asked.items()}, **given)

@@ -202,7 +202,7 @@ def _remedies(audits: Sequence[AuditView]) -> str:
         flag if len(who) == len(blind) else f"{flag} for {_listed(_labels(who))}"
         for flag, who in sorted(needed.items(), key=lambda item: -len(item[1]))
     ]
-    return f"the audits suggest training with {_listed(parts)}; see Audits and remedies." if parts else ""
+    return f"the audits suggest training with {_listed(parts)}; see Audits and remedies on the page." if parts else ""
 
 
 def _claims(tables: Sequence[ClaimTable]) -> list[Point]:
