@@ -122,7 +122,7 @@ def sample_audit(
         if is_blind
         else "A loss sees the scale.",
         variables=[scale, mean],
-        blind_directions=BlindDirections(int(is_blind), 1.0, 4, [1.0, 1e-9], None, spots, 0, []),
+        blind_directions=BlindDirections(int(is_blind), 1.0, 4, [1.0, 1e-9], None, spots, 0, [FOUND]),
         loops=loops,
         motion="drift",
         alpha_sweep={"alphas": alphas, "loops": [{"k": num_loops, "ce": ces}]},
@@ -134,6 +134,12 @@ def sample_audit(
         checks={"raw_readout_control": 0.4, "causal": True, "notes": []},
         cost={"seconds": 1.0},
     )
+
+
+FOUND = {"k": 1, "hidden": 1, "blind": 1} | dict.fromkeys(
+    ("shown_later", "unreachable", "memory", "inert", "removed", "damped", "weak"), 0
+)
+"""What the search found at one loop."""
 
 
 def train_row(step: int, ce: list[float], norm: list[float], shares: list[float]) -> dict[str, Any]:

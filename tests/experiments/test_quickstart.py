@@ -110,8 +110,8 @@ def samples_have_the_fields_of_a_real_run(real: Path, out: Path) -> None:
         assert len({frozenset(line) for line in (*ours, *theirs) if line["kind"] == kind}) == 1, kind
 
 
-FREE = ("versions", "seconds", "cost", "terms", "commands")
-"""Objects whose names are data."""
+FREE = ("versions", "seconds", "cost", "terms", "git")
+"""Objects whose names are data, or that are null where there is no repository."""
 
 
 def names_in(value: object, place: str = "") -> set[str]:
