@@ -1,6 +1,6 @@
 """Rows per hour: two rows at a time with one thread each, against one row at a time with two threads.
 
-    python benchmarks/grid.py [--scale nano] [--steps 60] [--rounds 3]
+    python benchmarks/grid.py [--size nano] [--steps 60] [--rounds 3]
 
 Each round runs a pair of rows (per-loop + RMSNorm and per-loop + raw) both ways, as `loopscope reproduce` does: own
 processes, start-up, training, evaluation, no audit. The two ways take turns, and which comes first alternates. The
@@ -53,9 +53,9 @@ class Pair:
     training: float
 
 
-def run_pair(way: Way, scale: Literal["demo", "nano", "micro"], steps: int, out: Path) -> Pair:
+def run_pair(way: Way, size: Literal["demo", "nano", "micro"], steps: int, out: Path) -> Pair:
     """A fresh pair of rows."""
-    request = Request(scale=scale, seeds=PAIR, steps=steps, eval_tokens=EVAL_TOKENS, audit=False, threads=way.threads)
+    request = Request(size=size, seeds=PAIR, steps=steps, eval_tokens=EVAL_TOKENS, audit=False, threads=way.threads)
     grid = lay_out(request, out, lambda text: None)
     schedule = Schedule(Ledger(out), grid.rows(), Here(way.rows_at_once, way.threads))
     started = time.perf_counter()
@@ -66,29 +66,29 @@ def run_pair(way: Way, scale: Literal["demo", "nano", "micro"], steps: int, out:
     return Pair(seconds, statistics.mean(row.seconds for row in rows))
 
 
-def measure(scale: Literal["demo", "nano", "micro"], steps: int, rounds: int, folder: Path) -> dict[str, list[Pair]]:
+def measure(size: Literal["demo", "nano", "micro"], steps: int, rounds: int, folder: Path) -> dict[str, list[Pair]]:
     """Both ways in every round, in alternating order."""
     pairs: dict[str, list[Pair]] = {way.name: [] for way in WAYS}
     for number in range(rounds):
         for way in WAYS if number % 2 == 0 else reversed(WAYS):
-            pair = run_pair(way, scale, steps, folder / f"{number}-{way.rows_at_once}")
+            pair = run_pair(way, size, steps, folder / f"{number}-{way.rows_at_once}")
             pairs[way.name].append(pair)
             print(f"round {number + 1}: {way.name:30} {7200 / pair.seconds:7.1f} rows per hour", flush=True)
     return pairs
 
 
-def main(scale: Literal["demo", "nano", "micro"] = "nano", steps: int = 60, rounds: int = 3) -> int:
+def main(size: Literal["demo", "nano", "micro"] = "nano", steps: int = 60, rounds: int = 3) -> int:
     """Measure and compare.
 
     Args:
-        scale: Size of the rows.
+        size: Size of the rows.
         steps: Steps of a row.
         rounds: Pairs run each way.
     """
-    print(f"{machine()}, {usable_cores()} cores; {scale}, {steps} steps a row", flush=True)
+    print(f"{machine()}, {usable_cores()} cores; {size}, {steps} steps a row", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="loopscope-grid-"))
     os.environ.setdefault("LOOPSCOPE_CACHE", str(folder / "cache"))
-    pairs = measure(scale, steps, rounds, folder)
+    pairs = measure(size, steps, rounds, folder)
     shutil.rmtree(folder)
     together, alone = (pairs[way.name] for way in WAYS)
     ratios = [b.seconds / a.seconds for a, b in zip(together, alone, strict=True)]

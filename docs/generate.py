@@ -6,12 +6,12 @@ python docs/generate.py          (or: make docs)
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
 from loopscope.cli import VERBS, Shown, parse
+from loopscope.experiments.documents import read_reproduction
 from loopscope.experiments.tables import claims_table
 
 ROOT = Path(__file__).parent.parent
@@ -43,9 +43,9 @@ def with_claims(readme: str) -> str:
 
 def _claims_of(record: Path) -> str:
     """The claims under the paper's recipe on validation text, as Markdown."""
-    listed = json.loads((record / "claims.json").read_text("utf-8"))["claims"]
-    table = claims_table([claim for claim in listed if (claim["recipe"], claim["split"]) == ("paper", "valid")])
-    return table.markdown().split("\n", 2)[2].rstrip()  # without its heading
+    claims = read_reproduction(record).claims
+    assert claims is not None, f"{record} has no claims.json that can be read"
+    return claims_table(claims.of("paper", "valid")).markdown(heading=False).rstrip()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from loopscope.config import (
     ModelConfig,
     ObjectiveConfig,
     TrainingConfig,
+    changes_learning,
     config_from_dict,
     config_to_yaml,
     load_config,
@@ -206,3 +207,18 @@ def test_an_empty_file_changes_nothing(tmp_path):
 def test_configurations_cannot_be_changed_in_place():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ModelConfig().width = 3  # type: ignore[misc]
+
+
+HOW_IT_IS_RUN = {
+    "checkpoint_loops", "compile", "shard", "threads", "log_every", "eval_every", "eval_tokens", "save_every",
+    "keep_last", "track", "max_skips", "max_rollbacks", "spike_factor", "on_blind_spot",
+}  # fmt: skip
+
+
+def test_every_field_says_whether_it_changes_what_is_learned():
+    """A new field does, unless it says otherwise where it stands: the careful side for resuming and comparing."""
+    sections = [getattr(Config(), section.name) for section in dataclasses.fields(Config)]
+    names = [each.name for section in sections for each in dataclasses.fields(section)]
+    assert len(set(names)) == len(names), "a name stands for one field, whatever its section"
+    assert {name for name in names if not changes_learning(name)} == HOW_IT_IS_RUN
+    assert changes_learning("steps") and changes_learning("a field of another version")

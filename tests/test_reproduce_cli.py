@@ -30,7 +30,7 @@ def texts(tmp_path, monkeypatch) -> list[str]:
 
 
 def command(texts: list[str], out: Path, *flags: str) -> list[str]:
-    fixed = ["reproduce", "--scale", "demo", "--no-audit", "--eval-tokens", "2000", "--out", str(out)]
+    fixed = ["reproduce", "--size", "demo", "--no-audit", "--eval-tokens", "2000", "--out", str(out)]
     return [*fixed, *texts, *flags]
 
 
@@ -121,7 +121,7 @@ def test_a_damaged_result_is_measured_again_by_the_same_command(texts, tmp_path,
     (path.parent / "manifest.json").unlink()
     capsys.readouterr()
     assert main([*command(texts, tmp_path / "out", *flags), "--rebuild"]) == 2
-    assert "delete it and give the command of this grid again, without --rebuild" in capsys.readouterr().err
+    assert "delete it and run the command of this grid again, without --rebuild" in capsys.readouterr().err
     main(command(texts, tmp_path / "out", *flags))
     assert json.loads(path.read_text())["splits"] == before
     assert json.loads((path.parent / "manifest.json").read_text())["seed"] == 42
@@ -140,8 +140,7 @@ def test_rebuilding_needs_no_rows_to_run_and_exits_by_the_verdicts(tmp_path, cap
         write_row(out, "per-loop+rmsnorm", seed, change=shrink)
     assert main(["reproduce", "--rebuild", "--out", str(out)]) == 1
     assert (
-        "C1 does not hold at this scale: norm ratio 2.047 (must be at least 10; 0 of 3 seeds)"
-        in capsys.readouterr().out
+        "C1 does not hold at this size: norm ratio 2.047 (must be at least 10; 0 of 3 seeds)" in capsys.readouterr().out
     )
 
 
@@ -156,6 +155,8 @@ def test_rebuilding_needs_no_rows_to_run_and_exits_by_the_verdicts(tmp_path, cap
         (["--test-data", "nowhere.txt"], "no such file: nowhere.txt"),
         (["--conditions", "2x2:1000000000000"], "must be at most 1000"),
         (["--rebuild"], "has no grid.json"),
+        (["--scale", "nano"], "--scale is called --size now"),
+        (["--scale=nano"], "--scale is called --size now"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_2(texts, tmp_path, capsys, flags, sentence):

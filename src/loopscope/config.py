@@ -30,6 +30,21 @@ MOST_EPS = 0.01
 """A norm with a larger epsilon does not hide scale any more: the leak is eps/(s² + eps)."""
 PAPER_PENALTY = 0.01
 """λ of the norm penalty in arXiv 2606.24898."""
+_LEARNS = "changes what is learned"
+
+
+def how_it_is_run(default: Any) -> Any:
+    """A field that says how a run is run, watched and guarded; every other field changes what is learned.
+
+    Two runs that differ only in such fields are the same experiment: a resume may change them, rows may differ
+    in them, and pages do not take them for a factor. Guards are among them: they act only on a step gone wrong.
+    """
+    return field(default=default, metadata={_LEARNS: False})
+
+
+def changes_learning(name: str) -> bool:
+    """Whether a configuration field changes what is learned; a name that no section has is taken to."""
+    return _LEARNING.get(name, True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,35 +255,35 @@ class TrainingConfig:
     seed: int = 42
     """Seed of weights, data order, dropout and sampled depth."""
 
-    checkpoint_loops: bool = False
+    checkpoint_loops: bool = how_it_is_run(False)
     """Recompute each loop in the backward pass: memory no longer grows with the layers of all loops."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Literal["auto", "on", "off"] = how_it_is_run("auto")
     """Compile one loop's core with torch.compile."""
-    shard: Literal["none", "full"] = "none"
+    shard: Literal["none", "full"] = how_it_is_run("none")
     """Under torchrun: replicate the model (DDP) or shard it (FSDP2)."""
-    threads: int | None = None
+    threads: int | None = how_it_is_run(None)
     """CPU threads of this process; None leaves torch's choice."""
 
-    log_every: int = 10
+    log_every: int = how_it_is_run(10)
     """Steps between lines of metrics."""
-    eval_every: int = 250
+    eval_every: int = how_it_is_run(250)
     """Steps between evaluations on validation text."""
-    eval_tokens: int = 32_768
+    eval_tokens: int = how_it_is_run(32_768)
     """Most validation tokens of such an evaluation."""
-    save_every: int = 250
+    save_every: int = how_it_is_run(250)
     """Steps between checkpoints; the last step is always saved."""
-    keep_last: int = 2
+    keep_last: int = how_it_is_run(2)
     """Checkpoints kept besides the best one."""
-    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = how_it_is_run(())
     """Trackers that get the metrics too (the track extra)."""
 
-    max_skips: int = 5
+    max_skips: int = how_it_is_run(5)
     """Consecutive non-finite or spiking steps that are skipped before rolling back."""
-    max_rollbacks: int = 3
+    max_rollbacks: int = how_it_is_run(3)
     """Rollbacks to the last checkpoint, each halving the learning rate, before the run stops."""
-    spike_factor: float = 4.0
+    spike_factor: float = how_it_is_run(4.0)
     """A loss this many times its recent median is a spike."""
-    on_blind_spot: Literal["warn", "penalize", "stop"] = "warn"
+    on_blind_spot: Literal["warn", "penalize", "stop"] = how_it_is_run("warn")
     """What to do when the state's scale runs away unseen: warn, turn the norm penalty on, or stop."""
 
     def __post_init__(self) -> None:
@@ -351,6 +366,13 @@ class Config:
                 raise ConfigError.of(name, count, f"exceeds num_loops = {model.num_loops}")
 
 
+_LEARNING = {
+    each.name: each.metadata.get(_LEARNS, True)
+    for section in (ModelConfig, ObjectiveConfig, DataConfig, TrainingConfig)
+    for each in dataclasses.fields(section)
+}
+
+
 def config_from_dict(data: object, base: Config | None = None, *, source: str = "config") -> Config:
     """`base` changed by a nested mapping {section: {field: value}}; unknown keys fail with a suggestion."""
     base = base or Config()
@@ -386,7 +408,7 @@ def load_config(path: Path, base: Config | None = None) -> Config:
     """Read a YAML configuration; a missing, unreadable or wrong file is one clear sentence."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:  # PyYAML trips over dates
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     return config_from_dict({} if data is None else data, base, source=str(path))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import time
@@ -21,6 +22,7 @@ from typing import IO, Any
 
 from loopscope.config import Config, config_to_yaml, load_config
 from loopscope.errors import RunError
+from loopscope.files import integer, read_lines, without_nan
 
 SCHEMA_VERSION = 1
 GLANCE_SECONDS = 0.5
@@ -61,8 +63,7 @@ class RunFolder:
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         """Write manifest.json."""
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **manifest}, indent=2, ensure_ascii=False)
-        write_atomically(self.path / "manifest.json", text + "\n")
+        write_json(self.path / "manifest.json", {"schema_version": SCHEMA_VERSION, **manifest})
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl."""
@@ -70,20 +71,12 @@ class RunFolder:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All rows; a last line torn by a kill is left out."""
-        rows = []
-        for line in self.metrics_path.read_text("utf-8").splitlines() if self.metrics_path.exists() else []:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-        return rows
+        """All rows; a line torn by a kill is left out."""
+        return read_lines(self.metrics_path, {}, most=math.inf)  # whoever rewrites the file must not lose a long one
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop rows of steps that a resume is going to repeat."""
-        kept = [row for row in self.read_metrics() if row.get("step", 0) <= step]
+        kept = [row for row in self.read_metrics() if (integer(row.get("step")) or 0) <= step]
         write_atomically(self.metrics_path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
     @contextmanager
@@ -126,20 +119,9 @@ def _flock_within(file: IO[str], kind: int, seconds: float) -> bool:
             return True
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or a RunError that says why there is none."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise RunError(f"cannot read {path}: it holds no JSON object")
-    return value
-
-
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """A JSON file for people and programs, whole or not at all."""
-    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """JSON as our files are written: strict, and whole or not at all."""
+    write_atomically(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:

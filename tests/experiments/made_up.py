@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import atexit
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
+from samples import sample_audit, sample_evaluation, sample_loop, sample_manifest, write_sample
+
+from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import Config, config_to_dict
 from loopscope.experiments.conditions import CONDITIONS, apply_recipe
+from loopscope.experiments.documents import GridRecord, RecipeRecord
 from loopscope.presets import preset
-from loopscope.runs import RunFolder
+from loopscope.readings import RowRecord
+from loopscope.runs import write_json
+from loopscope.scores import Evaluation
 
 # CE after loops 1..4 and the norm after loop 4 of each condition.
 NUMBERS: dict[str, tuple[list[float], float]] = {
@@ -26,79 +34,62 @@ NUMBERS: dict[str, tuple[list[float], float]] = {
     "per-loop+inter-loop-norm": ([4.500, 4.470, 4.460, 4.460], 20.0),
     "per-loop+layernorm": ([4.490, 4.485, 4.487, 4.490], 310.0),
 }
-WIDTH, LOOPS = 128, 4
+WIDTH, LOOPS, STEPS, ROLLOUT = 128, 4, 1000, 30
 
 
-def made_up_eval(ce: list[float], norm: float, shift: float) -> dict[str, Any]:
-    deeper = [*ce, *(ce[-1] + 0.01 * n for n in range(1, 5))]
-    depths = [
-        {
-            "k": k,
-            "ce": value + shift,
-            "perplexity": math.exp(value + shift),
-            "bits_per_byte": (value + shift) / 2,
-            "norm": norm * (1 + 0.02 * (k - LOOPS)),
-        }
-        for k, value in enumerate(deeper, start=1)
-    ]
-    split = {"tokens": 1000, "bytes": 3000, "depths": depths}
-    speeds = [{"k": k, "tokens_per_second": 50_000 / k} for k in range(1, LOOPS + 1)]
-    return {
-        "schema_version": 1,
-        "step": 1000,
-        "tokenizer": "bpe",
-        "num_loops": LOOPS,
-        "splits": {"valid": split, "test": split},
-        "throughput": speeds,
-        "threads": 1,
-        "device": "cpu",
-    }
+def made_up_eval(ce: list[float], norm: float, shift: float) -> Evaluation:
+    deeper = [value + shift for value in (*ce, *(ce[-1] + 0.01 * n for n in range(1, 5)))]
+    norms = [norm * (1 + 0.02 * (k - LOOPS)) for k in range(1, len(deeper) + 1)]
+    return sample_evaluation(deeper, norms, step=STEPS, num_loops=LOOPS)
 
 
-def made_up_audit(name: str, norm: float) -> dict[str, Any]:
+def made_up_audit(name: str, norm: float) -> AuditResult:
     condition = CONDITIONS[name]
     hidden = condition.readout in ("rmsnorm", "layernorm")
-    tangential, increment = 0.5, 0.0 if condition.inter_loop_norm != "none" else norm / math.sqrt(WIDTH) / 40
-    loops, scale = [], norm / math.sqrt(WIDTH)
-    for k in range(1, 31):
-        last = k == 30
-        raw = condition.readout == "raw" or (condition.readout == "final-only" and k < LOOPS)
-        share = (0.07 if raw else 2e-7) if k <= LOOPS else None
-        loops.append(
-            {
-                "k": k,
-                "supervised": k <= LOOPS,
-                "norm": scale * math.sqrt(WIDTH),
-                "norm_quantiles": [scale * factor for factor in (5, 8, 11, 14, 20, 60)],
-                "scale": scale,
-                "ce": 4.4,
-                "radial_gradient_share": share,
-                "radial_increment": None if last else increment,
-                "predicted_increment": None if last else increment * 1.01,
-                "angular_step": None if last else tangential / scale,
-                "angular_step_times_scale": None if last else tangential * (1 + 0.01 * k),
-                "radial_update": None if last else increment,
-                "tangential_update": None if last else tangential,
-                "mean": 0.0,
-            }
-        )
-        scale += increment
+    blind = hidden and condition.norm_penalty == 0 and condition.inter_loop_norm == "none"
     alphas = [0.1, 0.3, 1.0, 3.0, 10.0]
     sweep = [4.4 + (0.0 if hidden or condition.readout == "final-only" else abs(math.log(a))) for a in alphas]
-    blind = hidden and condition.norm_penalty == 0 and condition.inter_loop_norm == "none"
-    return {
-        "schema_version": 1,
-        "model": {"name": name, "step": 1000},
-        "verdict": "blind-spot" if blind else "controlled",
-        "variables": [{"name": "scale", "verdict": "blind", "visibility": 1e-6 if hidden else 0.9, "activity": 0.99}],
-        "loops": loops,
-        "alpha_sweep": {"alphas": alphas, "loops": [{"k": LOOPS, "ce": sweep}]},
-        "interventions": [
-            {"name": "radial clamp: growth removed", "ce": 4.4, "delta_ce": -0.004},
-            {"name": "radial clamp: frozen at loop 1", "ce": 4.4, "delta_ce": 0.001},
-            {"name": "mean clamp", "ce": 4.9, "delta_ce": 0.5},
-        ],
-    }
+    return sample_audit(
+        name=name,
+        step=STEPS,
+        num_loops=LOOPS,
+        width=WIDTH,
+        scale=Variable(
+            "scale", "blind" if blind else "visible", 1e-6 if hidden else 0.9, 1e-6, 0.99, "made up", None, None
+        ),
+        loops=made_up_loops(name, norm),
+        alphas=alphas,
+        ces=sweep,
+        interventions={
+            "radial clamp: growth removed": (4.4, -0.004),
+            "radial clamp: frozen at loop 1": (4.4, 0.001),
+            "mean clamp": (4.9, 0.5),
+        },
+    )
+
+
+def made_up_loops(name: str, norm: float) -> list[Loop]:
+    condition = CONDITIONS[name]
+    start, tangential = norm / math.sqrt(WIDTH), 0.5
+    increment = 0.0 if condition.inter_loop_norm != "none" else start / 40
+    loops = []
+    for k in range(1, ROLLOUT + 1):
+        raw = condition.readout == "raw" or (condition.readout == "final-only" and k < LOOPS)
+        moves = [increment, increment * 1.01, tangential * (1 + 0.01 * k), tangential] if k < ROLLOUT else [None] * 4
+        loops.append(
+            sample_loop(
+                k,
+                scale=start + (k - 1) * increment,
+                width=WIDTH,
+                ce=4.4,
+                share=(0.07 if raw else 2e-7) if k <= LOOPS else None,
+                increment=moves[0],
+                predicted=moves[1],
+                turn=moves[2],
+                tangential=moves[3],
+            )
+        )
+    return loops
 
 
 def write_row(
@@ -107,22 +98,18 @@ def write_row(
     """A finished row; `change(evaluation, audit)` may alter what it measured."""
     ce, norm = NUMBERS[name]
     wobble = {42: 0.0, 101: 0.01, 202: -0.01}[seed]
-    evaluation, audit = made_up_eval(ce, norm * (1 + wobble), wobble / 10), made_up_audit(name, norm * (1 + wobble))
-    if change is not None:
-        change(evaluation, audit)
-    config = row_config(name, seed, recipe)
-    folder = out / "rows" / (f"{name}-s{seed}" if recipe == "paper" else f"{name}-{recipe}-s{seed}")
-    RunFolder(folder).create(config)
-    record = {"schema_version": 1, "condition": name, "recipe": recipe, "seed": seed, "state": "finished"}
-    files = {
-        "eval": evaluation,
-        "audit": audit,
-        "manifest": {"choices": []},
-        "row": {**record, "seconds": {"training": 9.0}},
-    }
-    for stem, content in files.items():
-        (folder / f"{stem}.json").write_text(json.dumps(content))
-    return folder
+    row = f"{name}-s{seed}" if recipe == "paper" else f"{name}-{recipe}-s{seed}"
+    return write_sample(
+        out / "rows" / row,
+        row_config(name, seed, recipe),
+        manifest=sample_manifest(["loopscope", "reproduce"], seed),
+        evaluation=made_up_eval(ce, norm * (1 + wobble), wobble / 10),
+        audit=made_up_audit(name, norm * (1 + wobble)),
+        record=RowRecord(
+            name=row, condition=name, recipe=recipe, seed=seed, state="finished", attempts=1, seconds={"training": 9.0}
+        ),
+        change=change,
+    )
 
 
 def row_config(name: str, seed: int, recipe: str = "paper") -> Config:
@@ -131,17 +118,28 @@ def row_config(name: str, seed: int, recipe: str = "paper") -> Config:
 
 
 def write_grid(out: Path) -> None:
-    common = apply_recipe(preset("nano"), "paper")
-    part = {"config": config_to_dict(common), "epochs": 0.5, "seeds": {}, "differences": []}
-    modern = {**part, "config": config_to_dict(apply_recipe(preset("nano"), "modern"))}
+    recipes = {
+        recipe: RecipeRecord(
+            config=config_to_dict(apply_recipe(preset("nano"), recipe)), epochs=0.5, seeds={}, differences=[]
+        )
+        for recipe in ("paper", "modern")
+    }
     out.mkdir(parents=True, exist_ok=True)
-    grid = {"schema_version": 1, "scale": "nano", "recipes": {"paper": part, "modern": modern}}
-    grid |= {"data": {}, "test_data": None, "eval_tokens": None}
-    (out / "grid.json").write_text(json.dumps(grid))
+    grid = GridRecord(size="nano", commands=[], recipes=recipes, data={}, test_data=None, eval_tokens=None)
+    write_json(out / "grid.json", grid.to_json())
 
 
 def write_made_up_grid(out: Path) -> Path:
     """The 2×2 and the penalty with three seeds, everything else with one."""
+    return shutil.copytree(_made_up_grid(), out, dirs_exist_ok=True)
+
+
+@cache
+def _made_up_grid() -> Path:
+    """Written once per process: what writes real files waits for the disk."""
+    folder = tempfile.mkdtemp(prefix="loopscope-made-up-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    out = Path(folder)
     write_grid(out)
     for name in CONDITIONS:
         three = name in ("terminal+rmsnorm", "terminal+raw", "per-loop+rmsnorm", "per-loop+raw", "per-loop+penalty")

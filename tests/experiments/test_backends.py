@@ -38,7 +38,7 @@ def base(tmp_path, monkeypatch) -> Config:
 
 
 def make_grid(base: Config, out: Path, steps: int, seeds: dict[str, tuple[int, ...]] | None = None) -> Grid:
-    request = Request(scale="demo", seeds=seeds or {"per-loop+raw": (42,)}, steps=steps, audit=False)
+    request = Request(size="demo", seeds=seeds or {"per-loop+raw": (42,)}, steps=steps, audit=False)
     return lay_out(request, out, lambda text: None, base)
 
 
@@ -76,7 +76,7 @@ def test_rows_run_side_by_side_fill_their_folders_and_are_not_done_twice(base, t
     assert manifest["threads"] == 1
     assert manifest["data"]["tokenizer_sha256"] == grid.data["tokenizer_sha256"], "the grid's own tokenizer"
     record = read_record(folder)
-    assert record["attempts"] == 1 and set(record["seconds"]) == {"training", "evaluating"}
+    assert record.attempts == 1 and set(record.seconds) == {"training", "evaluating"}
     assert "train step 4/4" in (folder / "log.txt").read_text()
     before = (folder / "row.json").read_bytes(), (folder / "metrics.jsonl").read_bytes()
     assert launch(rows[0].to_json(), folder, 1, wait=0.0).wait(PATIENCE) == 0
@@ -92,7 +92,7 @@ def test_a_killed_row_is_resumed_and_ends_as_if_it_had_not_been_killed(base, tmp
 
     def strike(overview) -> None:
         if not struck and killed.run(row).checkpoints.joinpath("step-00000030").exists():
-            struck.append(read_record(killed.run(row).path)["pid"])
+            struck.append(read_record(killed.run(row).path).pid)
             os.kill(struck[0], signal.SIGKILL)
 
     events = []
@@ -125,7 +125,7 @@ def test_a_row_that_somebody_has_is_left_alone(base, tmp_path):
     ledger, row = Ledger(grid.out), grid.rows()[0]
     with ledger.run(row).locked():
         assert launch(row.to_json(), ledger.run(row).path, 1, wait=0.0).wait(PATIENCE) == EXIT_TAKEN
-    assert read_record(ledger.run(row).path) == {}
+    assert not (ledger.run(row).path / "row.json").exists()
 
 
 def test_a_mistake_is_given_up_with_its_sentence(base, tmp_path):
@@ -218,7 +218,7 @@ def test_a_row_whose_ray_worker_is_killed_goes_on_in_another(ray, base, tmp_path
 
     def strike(overview) -> None:
         if not struck and step_of(ledger, row) >= 50:
-            struck.append(parent_of(read_record(ledger.run(row).path)["pid"]))
+            struck.append(parent_of(read_record(ledger.run(row).path).pid))
             os.kill(struck[0], signal.SIGKILL)
 
     events: list[str] = []

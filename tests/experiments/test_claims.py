@@ -11,9 +11,11 @@ import pytest
 from made_up import LOOPS, write_made_up_grid, write_row
 
 from loopscope.experiments.claims import CLAIMS, FAILS, HOLDS, NOT_MEASURED, judge_all
+from loopscope.experiments.documents import ClaimsRecord, Judgement
 from loopscope.experiments.evidence import Bound, Quantity, bootstrap, symlog, unsymlog
 from loopscope.experiments.results import read_results, shown
 from loopscope.experiments.tables import claims_table
+from loopscope.files import Part
 
 
 @pytest.fixture
@@ -21,9 +23,8 @@ def grid(tmp_path) -> Path:
     return write_made_up_grid(tmp_path / "grid")
 
 
-def judged(out: Path, split: str = "valid", recipe: str = "paper") -> dict[str, dict]:
-    claims = judge_all(read_results(out))["claims"]
-    return {claim["id"]: claim for claim in claims if (claim["split"], claim["recipe"]) == (split, recipe)}
+def judged(out: Path, split: str = "valid", recipe: str = "paper") -> dict[str, Judgement]:
+    return {claim.id: claim for claim in judge_all(read_results(out)).of(recipe, split)}
 
 
 def rewrite(out: Path, condition: str, change) -> None:
@@ -70,10 +71,10 @@ def steep_sweep(evaluation, audit):
 
 
 def test_all_claims_hold_on_the_papers_pattern_and_halting_waits(grid):
-    verdicts = {name: claim["verdict"] for name, claim in judged(grid).items()}
+    verdicts = {name: claim.verdict for name, claim in judged(grid).items()}
     assert verdicts.pop("C10") == NOT_MEASURED
     assert verdicts == dict.fromkeys(["C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9", "C11"], HOLDS)
-    assert judged(grid)["C10"]["reason"] == "waits for calibrated halting"
+    assert judged(grid)["C10"].reason == "waits for calibrated halting"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +104,9 @@ def test_all_claims_hold_on_the_papers_pattern_and_halting_waits(grid):
 def test_a_claim_fails_on_numbers_that_contradict_it(grid, claim, condition, change):
     rewrite(grid, condition, change)
     found = judged(grid)[claim]
-    assert found["verdict"] == FAILS
-    assert any(quantity["obeyed"] is False for quantity in found["quantities"])
-    assert "must be" in found["reason"]
+    assert found.verdict == FAILS
+    assert any(quantity.obeyed is False for quantity in found.quantities)
+    assert "must be" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -125,13 +126,13 @@ def test_a_claim_fails_on_numbers_that_contradict_it(grid, claim, condition, cha
 def test_a_claim_without_its_rows_is_not_measured(grid, claim, condition):
     for folder in (grid / "rows").glob(f"{condition}-s*"):
         (folder / "row.json").unlink()
-    assert judged(grid)[claim]["verdict"] == NOT_MEASURED
+    assert judged(grid)[claim].verdict == NOT_MEASURED
 
 
 def test_claims_that_need_an_audit_are_not_measured_without_one(grid):
     for path in grid.glob("rows/*/audit.json"):
         path.unlink()
-    verdicts = {name: claim["verdict"] for name, claim in judged(grid).items()}
+    verdicts = {name: claim.verdict for name, claim in judged(grid).items()}
     assert {name for name, verdict in verdicts.items() if verdict == NOT_MEASURED} == {
         "C4",
         "C5",
@@ -145,26 +146,26 @@ def test_claims_that_need_an_audit_are_not_measured_without_one(grid):
 def test_a_claim_does_not_hold_while_a_model_it_names_is_missing_but_may_fail_without_it(grid):
     (grid / "rows" / "per-loop+final-only-s42" / "row.json").unlink()
     claim = judged(grid)["C9"]
-    assert claim["verdict"] == NOT_MEASURED
-    assert "not measured: ΔCE from 1 to K, per-loop+final-only" in claim["reason"]
+    assert claim.verdict == NOT_MEASURED
+    assert "not measured: ΔCE from 1 to K, per-loop+final-only" in claim.reason
     assert "(missing: ΔCE from 1 to K, per-loop+final-only; " in claims_table([claim]).rows[0][-1]
     rewrite(grid, "per-loop+penalty", ce_at(2, 4.6, 99.0))
-    assert judged(grid)["C9"]["verdict"] == FAILS
+    assert judged(grid)["C9"].verdict == FAILS
 
 
 def test_claim_2_needs_every_seed_and_the_papers_directions(grid):
     write_row(grid, "per-loop+raw", 101, change=ce_at(1, 12.0, 1e5))
-    assert judged(grid)["C2"]["verdict"] == FAILS, "one seed in which the readout moves the exits"
+    assert judged(grid)["C2"].verdict == FAILS, "one seed in which the readout moves the exits"
     swapped = write_made_up_grid(grid.parent / "swapped")
     for placement in ("terminal", "per-loop"):
         rewrite(swapped, f"{placement}+rmsnorm", scaled_norm(1e-4))
     claim = judged(swapped)["C2"]
-    assert claim["verdict"] == FAILS and "log norm: RMSNorm above raw -" in claim["reason"]
+    assert claim.verdict == FAILS and "log norm: RMSNorm above raw -" in claim.reason
 
 
 def test_what_audits_measure_is_told_of_validation_text_alone(grid):
     assert set(judged(grid)) - set(judged(grid, "test")) == {"C5", "C6", "C7", "C8"}
-    names = [quantity["name"] for quantity in judged(grid, "test")["C4"]["quantities"]]
+    names = [quantity.name for quantity in judged(grid, "test")["C4"].quantities]
     assert "norm ratio" in names and not any(name.startswith("growth") for name in names)
 
 
@@ -177,9 +178,9 @@ def test_opposite_signs_of_the_clamp_do_not_cancel_between_seeds(grid):
     for seed, delta in ((42, 0.03), (101, -0.03)):
         write_row(grid, "per-loop+rmsnorm", seed, change=first_clamp(delta))
     claim = judged(grid)["C8"]
-    assert claim["verdict"] == FAILS
-    signed = next(quantity for quantity in claim["quantities"] if "sign" in quantity["name"])
-    assert [seed["value"] for seed in signed["seeds"]] == [0.03, -0.03, -0.004] and signed["headline"]
+    assert claim.verdict == FAILS
+    signed = next(quantity for quantity in claim.quantities if quantity.signed)
+    assert [value for _, value in signed.seeds] == [0.03, -0.03, -0.004] and signed.headline
 
 
 def test_loops_with_a_small_scale_are_left_out_of_the_prediction(grid):
@@ -189,28 +190,28 @@ def test_loops_with_a_small_scale_are_left_out_of_the_prediction(grid):
 
     rewrite(grid, "per-loop+rmsnorm", change)
     claim = judged(grid)["C6"]
-    assert claim["verdict"] == HOLDS
-    assert claim["quantities"][2]["mean"] == 19
+    assert claim.verdict == HOLDS
+    assert claim.quantities[2].mean == 19
 
 
 def test_seeds_are_paired_and_all_listed(grid):
     (grid / "rows" / "per-loop+raw-s101" / "row.json").unlink()
-    ratio = judged(grid)["C1"]["quantities"][0]
-    assert [entry["seed"] for entry in ratio["seeds"]] == [42, 202]
-    assert ratio["n"] == 2 and ratio["mean"] == pytest.approx(348 / 3.4)
-    assert ratio["low"] <= ratio["mean"] <= ratio["high"]
+    ratio = judged(grid)["C1"].quantities[0]
+    assert [seed for seed, _ in ratio.seeds] == [42, 202]
+    assert ratio.n == 2 and ratio.mean == pytest.approx(348 / 3.4)
+    assert ratio.low <= ratio.mean <= ratio.high
 
 
 def test_one_seed_has_no_interval(grid):
-    ratio = judged(grid)["C4"]["quantities"][0]
-    assert (ratio["n"], ratio["low"], ratio["high"]) == (1, None, None)
+    ratio = judged(grid)["C4"].quantities[0]
+    assert (ratio.n, ratio.low, ratio.high) == (1, None, None)
 
 
 def test_the_verdict_is_about_the_mean_and_tells_how_many_seeds_agree(grid):
     write_row(grid, "per-loop+raw", 42, change=scaled_norm(20))
     claim = judged(grid)["C1"]
-    assert claim["verdict"] == HOLDS
-    assert "2 of 3 seeds" in claim["reason"]
+    assert claim.verdict == HOLDS
+    assert "2 of 3 seeds" in claim.reason
 
 
 def test_claims_are_judged_on_test_text_too(grid):
@@ -220,25 +221,25 @@ def test_claims_are_judged_on_test_text_too(grid):
             depth["norm"] *= 20
 
     rewrite(grid, "per-loop+raw", change)
-    assert judged(grid, "valid")["C1"]["verdict"] == HOLDS
-    assert judged(grid, "test")["C1"]["verdict"] == FAILS
+    assert judged(grid, "valid")["C1"].verdict == HOLDS
+    assert judged(grid, "test")["C1"].verdict == FAILS
 
 
 def test_recipes_are_judged_apart(grid):
     write_row(grid, "per-loop+rmsnorm", 42, recipe="modern", change=scaled_norm(1 / 50))
     write_row(grid, "per-loop+raw", 42, recipe="modern")
-    assert judged(grid)["C1"]["verdict"] == HOLDS
-    assert judged(grid, recipe="modern")["C1"]["verdict"] == FAILS
-    assert judged(grid, recipe="modern")["C3"]["verdict"] == NOT_MEASURED
+    assert judged(grid)["C1"].verdict == HOLDS
+    assert judged(grid, recipe="modern")["C1"].verdict == FAILS
+    assert judged(grid, recipe="modern")["C3"].verdict == NOT_MEASURED
 
 
 def test_every_claim_says_what_the_paper_reports_and_where_from(grid):
     document = judge_all(read_results(grid))
     assert [claim.id for claim in CLAIMS] == [f"C{number}" for number in range(1, 12)]
-    for claim in document["claims"]:
-        assert claim["paper"] and all(value["source"] in document["sources"] for value in claim["paper"])
-        assert claim["rule"] and claim["measured"]
-    values = " ".join(value["value"] for claim in document["claims"] for value in claim["paper"])
+    for claim in document.claims:
+        assert claim.paper and all(value.source in document.sources for value in claim.paper)
+        assert claim.rule and claim.measured
+    values = " ".join(value.value for claim in document.claims for value in claim.paper)
     for quoted in (
         "39,207",
         "56,051",
@@ -251,7 +252,8 @@ def test_every_claim_says_what_the_paper_reports_and_where_from(grid):
         "0.42",
     ):
         assert quoted in values
-    json.dumps(document, allow_nan=False)
+    written = json.loads(json.dumps(document.to_json(), allow_nan=False))
+    assert ClaimsRecord.from_json(Part(written)) == document, "what is written is read back"
 
 
 def test_the_bootstrap_is_seeded_and_covers_the_spread():

@@ -18,7 +18,7 @@ from loopscope.experiments.conditions import (
     differences,
     parse_conditions,
 )
-from loopscope.experiments.grid import Request, RowSpec, lay_out, record, update_differences
+from loopscope.experiments.grid import Request, RowSpec, lay_out, read_grid, record, update_differences
 from loopscope.presets import preset
 
 
@@ -117,7 +117,7 @@ def test_a_row_survives_being_handed_to_another_process(base):
 
 def test_rows_share_everything_but_condition_and_seed(base, tmp_path):
     seeds = {name: choose_seeds(count) for name, count in parse_conditions("2x2,per-loop+penalty:1", 2).items()}
-    grid = lay_out(Request(scale="demo", seeds=seeds, steps=40), tmp_path / "out", print, base)
+    grid = lay_out(Request(size="demo", seeds=seeds, steps=40), tmp_path / "out", print, base)
     rows = grid.rows()
     assert [row.seed for row in rows] == [42] * 5 + [101] * 4, "the first seed of all comes first"
     assert {row.config.training.seed for row in rows} == {42, 101}
@@ -127,8 +127,8 @@ def test_rows_share_everything_but_condition_and_seed(base, tmp_path):
     assert rows[0].config.training.save_every == 10, "often enough to be resumed"
 
 
-def test_a_paper_scale_takes_four_epochs(base, tmp_path):
-    grid = lay_out(Request(scale="paper-44m", seeds={"per-loop+raw": (42,)}), tmp_path / "out", print, base)
+def test_a_size_of_the_paper_takes_four_epochs(base, tmp_path):
+    grid = lay_out(Request(size="paper-44m", seeds={"per-loop+raw": (42,)}), tmp_path / "out", print, base)
     assert grid.epochs == pytest.approx(4, abs=0.01)
     windows = (grid.data["tokens"]["train"] - 1 - 16) // 8 + 1
     assert grid.common.training.steps == round(4 * windows / 4)
@@ -137,7 +137,7 @@ def test_a_paper_scale_takes_four_epochs(base, tmp_path):
 def test_the_tokenizer_is_fitted_once_on_the_training_text(base, tmp_path):
     bpe = replace(base, data=replace(base.data, tokenizer="bpe"), model=replace(base.model, vocab_size=300))
     said: list[str] = []
-    request = Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    request = Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     for _ in range(2):
         lay_out(request, tmp_path / "out", said.append, bpe)
     assert sum("training the bpe tokenizer on the training split" in line for line in said) == 1
@@ -152,7 +152,7 @@ def test_requests_add_up_in_one_folder(base, tmp_path):
         ({"per-loop+raw": (42,)}, "modern"),
     ]
     for seeds, recipe in asked:
-        request = Request(scale="demo", recipe=recipe, seeds=seeds, steps=4)
+        request = Request(size="demo", recipe=recipe, seeds=seeds, steps=4)
         record(lay_out(request, out, print, base), ["loopscope", recipe, str(len(seeds))])
     known = json.loads((out / "grid.json").read_text())
     assert known["recipes"]["paper"]["seeds"] == {"terminal+raw": [7], "per-loop+raw": [42, 101]}
@@ -165,7 +165,7 @@ def test_requests_add_up_in_one_folder(base, tmp_path):
 @pytest.mark.parametrize(
     ("request_change", "base_change", "named"),
     [
-        ({"scale": "nano"}, {}, "scale"),
+        ({"size": "nano"}, {}, "size"),
         ({"steps": 5}, {}, "steps"),
         ({"test_data": ("TEST",)}, {}, "test_data"),
         ({"eval_tokens": 7}, {}, "eval_tokens"),
@@ -175,7 +175,7 @@ def test_requests_add_up_in_one_folder(base, tmp_path):
 def test_a_folder_holds_one_grid_and_names_what_is_asked_for_differently(
     base, tmp_path, request_change, base_change, named
 ):
-    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     (out / "rows" / "per-loop+raw-s42").mkdir(parents=True)
     (out / "rows" / "per-loop+raw-s42" / "eval.json").write_text("{}")
@@ -188,7 +188,7 @@ def test_a_folder_holds_one_grid_and_names_what_is_asked_for_differently(
 
 
 def test_other_text_under_the_same_name_is_another_grid(base, tmp_path):
-    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     (tmp_path / "train.txt").write_text("an entirely different text\n" * 300)
     with pytest.raises(RunError, match=r"the text of --data is not what .* was begun with; choose another --out"):
@@ -199,7 +199,7 @@ def test_test_text_may_change_until_a_row_was_evaluated_on_it(base, tmp_path):
     text = tmp_path / "test.txt"
     text.write_text("words to be tested on\n" * 50)
     out = tmp_path / "out"
-    request = Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4, test_data=(str(text),))
+    request = Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4, test_data=(str(text),))
     record(lay_out(replace(request, test_data=None), out, print, base), [])
     record(lay_out(request, out, print, base), [])
     text.write_text("other words to be tested on\n" * 50)
@@ -214,7 +214,7 @@ def test_test_text_may_change_until_a_row_was_evaluated_on_it(base, tmp_path):
 
 @pytest.mark.parametrize("wrong", ["data", "test_data"])
 def test_a_wrong_file_name_costs_nothing(base, tmp_path, wrong):
-    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     mistaken_base = replace(base, data=replace(base.data, data=("nowhere.txt",))) if wrong == "data" else base
     mistaken = replace(request, test_data=("nowhere.txt",)) if wrong == "test_data" else request
     with pytest.raises(DataError, match=r"no such file: nowhere\.txt"):
@@ -224,16 +224,16 @@ def test_a_wrong_file_name_costs_nothing(base, tmp_path, wrong):
 
 @pytest.mark.parametrize("content", ["", "{", "null", "[]", "{}", '{"recipes": {"paper": null}}'])
 def test_a_damaged_grid_json_is_one_sentence_that_says_what_to_do(base, tmp_path, content):
-    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     grid = lay_out(request, out, print, base)
     record(grid, [])
     (out / "grid.json").write_text(content)
-    with pytest.raises(RunError, match=r"grid\.json.*; move it away and give the command of this grid again"):
+    with pytest.raises(RunError, match=r"grid\.json.*; move it away and run the command of this grid again"):
         record(grid, [])
 
 
 def test_a_tokenizer_left_behind_by_an_interrupted_request_for_other_text_is_refused(base, tmp_path):
-    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     lay_out(request, out, print, base)  # and no grid.json: interrupted
     (tmp_path / "other.txt").write_text("other words\n" * 300)
     other = replace(base, data=replace(base.data, data=(str(tmp_path / "other.txt"),)))
@@ -243,7 +243,7 @@ def test_a_tokenizer_left_behind_by_an_interrupted_request_for_other_text_is_ref
 
 
 def test_a_grid_from_before_a_field_existed_is_the_same_grid(base, tmp_path):
-    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     known = json.loads((out / "grid.json").read_text())
     del known["recipes"]["paper"]["config"]["objective"]["z_loss"]
@@ -251,8 +251,22 @@ def test_a_grid_from_before_a_field_existed_is_the_same_grid(base, tmp_path):
     record(lay_out(request, out, print, base), [])
 
 
+def test_a_grid_from_when_size_was_called_scale_is_the_same_grid(base, tmp_path):
+    out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    record(lay_out(request, out, print, base), [])
+    known = json.loads((out / "grid.json").read_text())
+    known["scale"] = known.pop("size")
+    (out / "grid.json").write_text(json.dumps(known))
+    assert read_grid(out).size == "demo"
+    with pytest.raises(RunError, match="size = 'demo', not 'nano'"):
+        record(lay_out(replace(request, size="nano"), out, print, base), [])
+    record(lay_out(replace(request, seeds={"terminal+raw": (42,)}), out, print, base), [])
+    known = json.loads((out / "grid.json").read_text())
+    assert known["size"] == "demo" and "scale" not in known and len(known["recipes"]["paper"]["seeds"]) == 2
+
+
 def test_more_threads_are_the_same_grid(base, tmp_path):
-    out, request = tmp_path / "out", Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4)
+    out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     record(lay_out(request, out, print, replace(base, training=replace(base.training, threads=2))), [])
 
@@ -263,7 +277,7 @@ def test_the_papers_own_configuration_differs_from_the_paper_in_guards_and_the_m
     assert [difference.field for difference in found] == ["bad steps", "tokenizer is fitted on"]
 
 
-def test_every_difference_of_a_small_scale_is_listed_without_telling_folders():
+def test_every_difference_of_a_small_size_is_listed_without_telling_folders():
     data = replace(preset("nano").data, data=("/home/somebody/texts/train.txt",))
     common = apply_recipe(replace(preset("nano"), data=data), "modern")
     found = {d.field: d.here for d in differences(common, "nano", epochs=0.5, bf16=False)}
@@ -275,7 +289,7 @@ def test_every_difference_of_a_small_scale_is_listed_without_telling_folders():
 
 def test_precision_is_added_once_rows_can_tell(base, tmp_path):
     out = tmp_path / "out"
-    record(lay_out(Request(scale="demo", seeds={"per-loop+raw": (42,)}, steps=4), out, print, base), [])
+    record(lay_out(Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4), out, print, base), [])
 
     def told() -> set[str]:
         known = json.loads((out / "grid.json").read_text())

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from made_up import row_config
+from made_up import NUMBERS, made_up_audit, made_up_eval, row_config
+from samples import event_row, sample_manifest, train_row
 
 from loopscope.errors import EXIT_INTERRUPTED, RunError
 from loopscope.experiments import schedule as schedule_module
 from loopscope.experiments.grid import RowSpec
 from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, RowStatus, write_record
 from loopscope.experiments.schedule import Overview, Schedule
+from loopscope.readings import RowRecord
+from loopscope.runs import RunFolder, write_json
 
 
 def spec(condition: str = "per-loop+raw", seed: int = 42, **changes) -> RowSpec:
@@ -29,11 +31,10 @@ def write(ledger: Ledger, row: RowSpec, state: str, **more) -> Path:
     run = ledger.run(row)
     run.create(row.config)
     if state == "finished":
-        step = row.config.training.steps
-        run.write_manifest({})
-        (run.path / "eval.json").write_text(json.dumps({"step": step}))
-        (run.path / "audit.json").write_text(json.dumps({"model": {"step": step}}))
-    write_record(run.path, {"state": state, **more})
+        run.write_manifest(sample_manifest([], row.seed))
+        write_json(run.path / "eval.json", made_up_eval(*NUMBERS[row.condition], 0.0).to_json())
+        write_json(run.path / "audit.json", made_up_audit(row.condition, 3.0).to_json())
+    write_record(run.path, RowRecord(state=state, **more))
     return run.path
 
 
@@ -84,8 +85,10 @@ def test_progress_is_the_last_whole_line_of_metrics(ledger):
     folder = write(
         ledger, spec(), "running", stage="training", attempts=2, seconds={"training": 3.0, "evaluating": 1.0}
     )
-    rows = [{"kind": "train", "step": 500, "ce": [5.0, 4.0], "norm": [1.0, 2.0]}, {"kind": "event", "step": 501}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "train", "st')
+    for row in (train_row(500, [5.0, 4.0], [1.0, 2.0], []), event_row(501, "skip", "no finite loss")):
+        RunFolder(folder).append_metrics(row)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
     status = ledger.status(spec())
     assert (status.step, status.ce, status.norm) == (500, 4.0, 2.0)
     assert (status.attempts, status.seconds) == (2, 4.0)

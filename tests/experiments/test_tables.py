@@ -5,18 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from made_up import row_config, write_made_up_grid, write_row
+from samples import eval_row, event_row
 
 from loopscope.errors import LoopscopeError, RunError
 from loopscope.experiments.claims import judge_all
 from loopscope.experiments.publish import publish
 from loopscope.experiments.results import read_results
 from loopscope.experiments.tables import ONLY_FACTORS, Table, all_tables, depths_csv, escape_latex
+from loopscope.readings import read_run
+from loopscope.report.verdict import verdict_on
 from loopscope.runs import RunFolder
 
 
@@ -89,8 +93,7 @@ def test_what_varied_is_named_by_condition_and_the_rest_is_fixed(grid):
 
 
 def test_a_row_that_a_guard_touched_is_named(grid):
-    event = {"kind": "event", "step": 3, "event": "skip", "message": "step 3 has no finite loss"}
-    (grid / "rows" / "per-loop+raw-s42" / "metrics.jsonl").write_text(json.dumps(event) + "\n")
+    RunFolder(grid / "rows" / "per-loop+raw-s42").append_metrics(event_row(3, "skip", "step 3 has no finite loss"))
     assert "A guard skipped or rolled back steps of per-loop+raw-s42 (1)." in tables(grid)["fixed_and_varied"].note
 
 
@@ -266,7 +269,7 @@ def test_a_damaged_result_is_one_sentence_that_names_the_file(grid, name, conten
         publish(grid, print)
 
 
-@pytest.mark.parametrize("record", [{"condition": "unheard-of"}, {"recipe": 7}, {"seed": None}])
+@pytest.mark.parametrize("record", [{"condition": "unheard-of"}, {"recipe": "of old"}, {"seed": None}])
 def test_a_row_of_something_unknown_is_refused(grid, record):
     path = grid / "rows" / "per-loop+raw-s42" / "row.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | record))
@@ -274,14 +277,88 @@ def test_a_row_of_something_unknown_is_refused(grid, record):
         read_results(grid)
 
 
+WRONG = [("row.json", *each) for each in (("state", 7), ("state", "asleep"), ("recipe", 7), ("seconds", [1]))]
+WRONG += [("eval.json", *each) for each in (("step", "x"), ("splits", 3), ("tokenizer", 7), ("throughput", {"k": 1}))]
+WRONG += [("eval.json", "splits.valid", []), ("eval.json", "splits.valid.depths", 1)]
+WRONG += [("eval.json", f"splits.valid.depths.0.{name}", "4.4") for name in ("k", "ce", "norm", "bits_per_byte")]
+WRONG += [("audit.json", *each) for each in (("verdict", 1), ("loops", "x"), ("loops.3", 7), ("loops.3.scale", [1.0]))]
+WRONG += [("audit.json", *each) for each in (("variables.0.visibility", "x"), ("alpha_sweep.loops.0.ce.1", "x"))]
+WRONG += [("audit.json", *each) for each in (("interventions.0.delta_ce", "x"), ("interventions.0.name", 7))]
+WRONG += [("audit.json", "loops.3.norm_quantiles", "x"), ("audit.json", "alpha_sweep", [])]
+
+
+def put(value, path: str, wrong) -> None:
+    """Set what a path of names and places leads to."""
+    *before, last = path.split(".")
+    for name in before:
+        value = value[int(name) if isinstance(value, list) else name]
+    value[int(last) if isinstance(value, list) else last] = wrong
+
+
+@pytest.mark.parametrize(("name", "path", "wrong"), WRONG)
+def test_a_value_of_the_wrong_kind_is_one_sentence_that_names_file_and_place_and_no_stop_for_a_page(
+    grid, name, path, wrong
+):
+    file = grid / "rows" / "per-loop+raw-s42" / name
+    content = json.loads(file.read_text())
+    put(content, path, wrong)
+    file.write_text(json.dumps(content))
+    with pytest.raises(RunError, match=re.escape(f"{file} has 1 value of the wrong kind")) as caught:
+        read_results(grid)
+    assert f"the first is {path.split('.')[0]}" in str(caught.value) and "delete it and run" in str(caught.value)
+    run = read_run(file.parent, "run")
+    assert list(run.problems) == [name] and verdict_on([run]).headline
+
+
+GRID_WRONG = [("size", 7), ("recipes", []), ("recipes.paper", 1), ("recipes.paper.config", "x")]
+GRID_WRONG += [("recipes.paper.epochs", "x"), ("recipes.paper.seeds", [1]), ("recipes.paper.differences", 3)]
+GRID_WRONG += [("recipes.paper.config.model", 3), ("recipes.paper.config.model.width", "x"), ("data", 1)]
+
+
+@pytest.mark.parametrize(("path", "wrong"), GRID_WRONG)
+def test_a_value_of_the_wrong_kind_in_grid_json_is_one_sentence_that_names_it(grid, path, wrong):
+    content = json.loads((grid / "grid.json").read_text())
+    put(content, path, wrong)
+    (grid / "grid.json").write_text(json.dumps(content))
+    with pytest.raises(RunError, match=re.escape(f"{grid / 'grid.json'}")):
+        read_results(grid)
+
+
+@pytest.mark.parametrize("wrong", [{"norm": "x"}, {"norm": [1, "x"]}, {"step": "x"}, {"norm": None}, {"ce": {}}])
+def test_wrong_values_in_metrics_are_told_and_leave_a_gap(grid, wrong):
+    run = RunFolder(grid / "rows" / "per-loop+raw-s42")
+    for row in (eval_row(5, [5.0, 4.0], [1.0, 3.0]), {**eval_row(10, [5.0, 4.0], [1.0, 4.0]), **wrong}):
+        run.append_metrics(row)
+    told = [
+        note for note in read_results(grid).notes if note.startswith(f"{run.metrics_path} has 1 value of the wrong")
+    ]
+    assert len(told) == (wrong != {"norm": None}), "null is a gap, as a norm that is not finite is"
+    assert row_of(tables(grid)["norms_in_training"], "per-loop + raw")["5"] == "3.000"
+
+
+@pytest.mark.parametrize("name", ["eval.json", "audit.json", "row.json", "manifest.json", "config.yaml"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "huge", "no text", "long number", "deep"])
+def test_a_hostile_file_is_one_sentence_that_names_it(grid, name, kind):
+    path = grid / "rows" / "per-loop+raw-s42" / name
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(100 << 20)
+    else:
+        path.write_bytes({"no text": b"\xff\xfe{", "long number": b"9" * 10_000, "deep": b"[" * 60_000}[kind])
+    with pytest.raises(RunError, match=re.escape(str(path))):
+        read_results(grid)
+
+
 def test_norms_while_training_show_whether_the_contrast_is_settled(grid):
     for name, norms in {"per-loop+rmsnorm": (900, 450), "per-loop+raw": (3, 6)}.items():
         for seed in (42, 101, 202):
-            rows = [
-                {"kind": "eval", "step": step, "norm": [1, norm]} for step, norm in zip((5, 10), norms, strict=True)
-            ]
-            path = grid / "rows" / f"{name}-s{seed}" / "metrics.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            for step, norm in zip((5, 10), norms, strict=True):
+                RunFolder(grid / "rows" / f"{name}-s{seed}").append_metrics(eval_row(step, [5.0, 4.0], [1.0, norm]))
     table = tables(grid)["norms_in_training"]
     assert table.header == ["‖H_K‖ at step", "5", "10"]
     assert row_of(table, "per-loop + RMSNorm")["5"] == "900.0 ± 0"

@@ -19,17 +19,19 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from report_samples import write_reproduction, write_run
+from report_samples import claims, quantity, write_reproduction, write_run
 
 from loopscope.cli import main
 from loopscope.cli.report import Report
 from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedError
+from loopscope.files import read_yaml
+from loopscope.readings import exit_failure, final_norm
 from loopscope.report import build
 from loopscope.report.build import build_report, render, write_report
 from loopscope.report.charts import Axis, log_ticks, plain, signed, signed_ticks, thin
-from loopscope.report.files import read_yaml
 from loopscope.report.grouping import compare, group_runs
-from loopscope.report.records import Inputs, read_inputs
+from loopscope.report.inputs import Inputs, read_inputs
+from loopscope.runs import write_json
 
 
 @pytest.fixture
@@ -153,8 +155,8 @@ def test_every_text_of_every_file_is_only_text(tmp_path, payload):
     clean = Elements(build_report([folder]).html)
     for path in (row / "manifest.json", row / "audit.json", row / "eval.json", folder / "grid.json"):
         path.write_text(json.dumps(poisoned(json.loads(path.read_text()), payload)))
-    claims = json.loads((folder / "claims.json").read_text())
-    (folder / "claims.json").write_text(json.dumps(poisoned(claims, payload)))
+    judged = json.loads((folder / "claims.json").read_text())
+    (folder / "claims.json").write_text(json.dumps(poisoned(judged, payload)))
     edit(row / "row.json", state="failed", error=payload, recipe=payload)
     config = (row / "config.yaml").read_text().replace("placement: per-loop", f"placement: {json.dumps(payload)}")
     (row / "config.yaml").write_text(config.replace("data:\n  - builtin", f"data:\n  - {json.dumps(payload)}"))
@@ -277,20 +279,20 @@ BOMBS = {
 def test_a_hostile_configuration_is_named_and_costs_next_to_nothing(tmp_path, sentence, text):
     """What it costs is counted in memory, which says the same on every machine: no clock decides a test."""
     (tmp_path / "config.yaml").write_text(text)
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     tracemalloc.start()
-    assert read_yaml(tmp_path / "config.yaml", problems) == {}
+    assert read_yaml(tmp_path / "config.yaml", problems) is None
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(problems) == 1 and problems[0].startswith("config.yaml ") and peak < 20e6
-    assert sentence in problems[0]
+    assert list(problems) == ["config.yaml"] and peak < 20e6
+    assert sentence in problems["config.yaml"]
 
 
 def test_our_own_configurations_are_read_whole(make_run):
     folder = make_run("run", "per-loop+penalty")
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     assert read_yaml(folder / "config.yaml", problems) == yaml.safe_load((folder / "config.yaml").read_text())
-    assert problems == []
+    assert problems == {}
 
 
 @pytest.mark.parametrize(
@@ -319,22 +321,22 @@ def test_json_that_only_just_can_be_read_is_shown_in_bounds(make_run):
 
 
 def test_lines_of_metrics_that_never_end_are_left_out_and_the_others_read(make_run, monkeypatch):
-    monkeypatch.setattr("loopscope.report.files.MOST_LINE_BYTES", 2000)
+    monkeypatch.setattr("loopscope.files.MOST_LINE_BYTES", 2000)
     folder = make_run(files=())
     before = len(read_inputs([folder]).runs[0].train)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 198, "loss": [' + "1, " * 9000 + '1]}\n{"kind": "train", "step": 199}\n')
         file.write(f'{{"kind": "train", "step": 200, "x": {"[" * 900}\n')
     (run,) = read_inputs([folder]).runs
-    assert len(run.train) == before + 1 and run.train[-1]["step"] == 199
-    assert run.problems == ["metrics.jsonl has 2 unreadable lines, left out"]
+    assert len(run.train) == before + 1 and run.train[-1].step == 199
+    assert run.problems == {"metrics.jsonl": "has 2 unreadable lines, left out"}
 
 
 def test_a_file_that_is_huge_is_not_read(make_run, monkeypatch):
     folder = make_run()
     with (folder / "eval.json").open("wb") as file:
         file.truncate(100 << 20)
-    monkeypatch.setattr("loopscope.report.files.MOST_METRICS_BYTES", 1 << 10)
+    monkeypatch.setattr("loopscope.files.MOST_METRICS_BYTES", 1 << 10)
     text = text_of(folder)
     assert "eval.json is larger than 4 MB and is left out" in text
     assert "metrics.jsonl is larger than 1 kB and is left out" in text
@@ -393,7 +395,7 @@ def test_a_record_with_claims_and_without_rows_is_a_page(reproduction, tmp_path)
     (tmp_path / "record").mkdir()
     shutil.copy(reproduction / "claims.json", tmp_path / "record")
     page = build_report([tmp_path / "record"])
-    assert page.num_runs == 0 and "C9 does not hold at this scale" in " ".join(page.verdict.sentences)
+    assert page.num_runs == 0 and "C9 does not hold at this size" in " ".join(page.verdict.sentences)
 
 
 @pytest.mark.parametrize("path", ["nowhere", "empty"])
@@ -406,14 +408,14 @@ def test_a_place_without_runs_is_one_sentence(tmp_path, path):
 def test_without_evaluation_the_last_one_of_training_counts_and_the_page_says_so(make_run):
     folder = make_run(files=())
     (run,) = read_inputs([folder]).runs
-    assert run.exit_failure == pytest.approx(run.depths[0].ce - run.depths[3].ce)
+    assert exit_failure(run) == pytest.approx(run.depths[0].ce - run.depths[3].ce)
     assert run.depths_from == "validation at step 200" and "validation at step 200" in text_of(folder)
 
 
 def test_exits_and_norms_are_taken_at_the_trained_depth_and_not_at_the_deepest_measured(make_run):
     (run,) = read_inputs([make_run()]).runs
     assert len(run.depths) == 8 and run.num_loops == 4
-    assert run.final_norm == run.depths[3].norm and run.exit_failure == run.depths[0].ce - run.depths[3].ce
+    assert final_norm(run) == run.depths[3].norm and exit_failure(run) == run.depths[0].ce - run.depths[3].ce
 
 
 @pytest.mark.parametrize(
@@ -456,13 +458,13 @@ def test_the_verdict_names_the_blind_conditions_and_gives_the_measured_contrast(
     assert where.startswith("Where: per-loop + RMSNorm and terminal + RMSNorm. Free of it: per-loop + raw")
     runs = read_inputs([reproduction]).runs
     by_name = {
-        name: [r.final_norm for r in runs if r.name.startswith(name)] for name in ("per-loop+rmsnorm", "per-loop+raw")
+        name: [final_norm(r) for r in runs if r.name.startswith(name)] for name in ("per-loop+rmsnorm", "per-loop+raw")
     }
     ratio = sum(by_name["per-loop+rmsnorm"]) / sum(by_name["per-loop+raw"])
     assert f"{float(f'{ratio:.3g}'):g} times" in scale
     assert "+0.95 nats" in exits and "−0.06 when every loop is" in exits
     assert "--norm-penalty 0.01" in remedy
-    assert "1 of 3 hold; C9 does not hold at this scale; C10 was not measured" in claims
+    assert "1 of 3 hold; C9 does not hold at this size; C10 was not measured" in claims
 
 
 def test_a_controlled_run_is_called_controlled(make_run):
@@ -604,8 +606,8 @@ def test_the_plane_has_norm_and_exit_failure_of_every_run(reproduction, reproduc
     assert len(traces) == len(runs)
     for trace in traces:
         run = runs[trace["meta"].split(" · ")[1]]
-        assert trace["x"] == [pytest.approx(run.final_norm, rel=1e-5)]
-        assert trace["customdata"] == [[plain(run.final_norm), plain(run.exit_failure)]]
+        assert trace["x"] == [pytest.approx(final_norm(run), rel=1e-5)]
+        assert trace["customdata"] == [[plain(final_norm(run)), plain(exit_failure(run))]]
 
 
 def test_the_alpha_sweep_is_a_change_against_alpha_one(reproduction_page):
@@ -715,7 +717,7 @@ def test_audits_print_verdict_evidence_remedy_and_heaviest_tokens(reproduction_p
 
 def test_claims_print_ours_the_papers_value_and_a_plain_verdict(reproduction_page):
     text = words_of(reproduction_page)
-    assert "✓ holds" in text and "✗ does not hold at this scale" in text and "○ not measured" in text
+    assert "✓ holds" in text and "✗ does not hold at this size" in text and "○ not measured" in text
     assert "norm ratio: 226 × [226, 248.6], n = 2" in text and "39,207 (44M) against tens [P]" in text
     assert "by seed 42: 226; 101: 248.6" in text
 
@@ -724,7 +726,7 @@ def test_every_run_has_command_configuration_and_versions_without_the_place_on_d
     text = words_of(reproduction_page)
     assert "loopscope train --preset demo --out runs/per-loop+raw-s42" in text and "/somewhere" not in text
     assert "torch 2.13.0" in text and "wandb" not in text and "placement: terminal" in text
-    assert "loopscope reproduce --scale demo --out grid" in text
+    assert "loopscope reproduce --size demo --out grid" in text
     assert "model.width 512 64" in text, "what differs from the paper"
 
 
@@ -776,12 +778,17 @@ def test_a_remedy_that_only_some_runs_need_comes_with_their_names(tmp_path):
 
 def test_signs_are_kept_and_units_that_are_none_leave_no_gap(tmp_path):
     folder = write_reproduction(tmp_path / "grid", {"per-loop+rmsnorm": 1})
-    claims = json.loads((folder / "claims.json").read_text())
-    quantity = {"seeds": [], "n": 1, "mean": 0.25, "low": 0.125, "high": 0.5, "rule": None, "headline": True}
-    claims["claims"][0]["quantities"] = [
-        {**quantity, "name": "that ΔCE with its sign", "unit": "nats"},
-        {**quantity, "name": "a height", "unit": ""},
-    ]
-    (folder / "claims.json").write_text(json.dumps(claims))
+    told = [quantity("ΔCE", "nats", 0.25, signed=True), quantity("a height", "", 0.25)]
+    judged = replace(claims().claims[0], quantities=told)
+    write_json(folder / "claims.json", replace(claims(), claims=[judged]).to_json())
     page = build_report([folder]).html
-    assert "that ΔCE with its sign: +0.25 nats [+0.125, +0.5], n" in page and "a height: 0.25 [0.125, 0.5], n" in page
+    assert "ΔCE: +0.25 nats [+0.25, +0.275], n" in page and "a height: 0.25 [0.25, 0.275], n" in page
+
+
+def test_a_record_from_before_words_changed_is_read_in_todays_words(tmp_path):
+    """claims.json of records/ says scale where size is meant, and has no field for what is shown with a sign."""
+    record = Path(__file__).parent.parent.parent / "records" / "2026-11-16-nano-wikitext2"
+    assert '"scale": "nano"' in (record / "claims.json").read_text("utf-8")
+    text = text_of(record)
+    assert "nano · paper recipe" in text and "do not hold at this size" in text and "at this scale" not in text
+    assert "that ΔCE with its sign: +0.1677 nats" in text

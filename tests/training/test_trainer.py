@@ -23,6 +23,7 @@ from loopscope.errors import RunError
 from loopscope.runs import RunFolder
 from loopscope.targets import load, of_run
 from loopscope.training import checkpoint
+from loopscope.training.scores import evaluate_depths
 from loopscope.training.session import check_resume, checkpoint_path, find_checkpoint
 from loopscope.training.trainer import Trainer
 from loopscope.verbs.training import copy_weights
@@ -299,6 +300,8 @@ def test_evaluation_counts_each_token_once_and_matches_a_single_pass(tmp_path):
         logits = model.readout(trace.states[k], k)
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
         assert score.ce == pytest.approx(expected.item(), rel=1e-5)
-        assert score.tokens == targets_BT.numel()
         assert score.perplexity == pytest.approx(math.exp(score.ce))
-        assert score.bits_per_byte(100) == pytest.approx(score.ce * score.tokens / math.log(2) / 100)
+    counted = evaluate_depths(trainer._score, valid(), 3).with_bytes(100)
+    assert counted.tokens == targets_BT.numel()
+    for score in counted.depths:
+        assert score.bits_per_byte == pytest.approx(score.ce * counted.tokens / math.log(2) / 100)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.activity import loop_activity, motion
-from loopscope.auditing.interventions import INTERVENTIONS, intervened_cross_entropy
+from loopscope.auditing.interventions import CLAMPED, INTERVENTIONS, intervened_cross_entropy
 from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject
 from loopscope.auditing.search import Search
 from loopscope.auditing.token_maps import TokenMaps, push, token_maps
@@ -175,7 +175,7 @@ def _measure(run: _Run) -> dict[str, Any]:
     parts["interventions"] = []
     for name, rewrite in INTERVENTIONS.items():
         ce = intervened_cross_entropy(run.model, run.ids_BT, run.targets_BT, num_loops, rewrite)
-        parts["interventions"].append({"name": name, "ce": ce, "delta_ce": ce - before})
+        parts["interventions"].append({"name": name, "clamps": CLAMPED.get(name), "ce": ce, "delta_ce": ce - before})
     parts["heaviest_tokens"] = _heaviest(run.ids_BT, states[num_loops].h_BTD)
     parts["control"] = raw_readout_control(states[num_loops].h_BTD, run.targets_BT)
     parts["search"] = _search(run)

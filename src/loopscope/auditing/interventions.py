@@ -53,6 +53,12 @@ INTERVENTIONS: dict[str, Rewrite] = {
     "mean clamp": mean_clamped,
     "scale swap between tokens": scale_swapped,
 }
+CLAMPED = {
+    "radial clamp: growth removed": "scale",
+    "radial clamp: frozen at loop 1": "scale",
+    "mean clamp": "mean",
+}
+"""The variable that an intervention holds still; others do something else to one."""
 
 
 @torch.no_grad()

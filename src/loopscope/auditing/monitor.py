@@ -19,13 +19,12 @@ from torch import Tensor
 
 from loopscope.auditing.visibility import field_shares
 from loopscope.protocol import LoopedModel, LoopTrace
+from loopscope.readings import HIDDEN_SHARE
 
 GROWTH = 10.0
 """A state this many times larger than at the start has left the range it was initialised for."""
 LEFT = 2.0
 """Above this many times its start a scale counts as growing: the "since" of an alarm."""
-HIDDEN_SHARE = 1e-3
-"""A radial gradient share below this at every supervised loop means that no cross-entropy controls the scale."""
 CARRIED = 0.5
 """A loop that hands on less than this of its input's scale has it bounded by a norm or a damping: no blind spot."""
 WINDOW = 8

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from loopscope.auditing.activity import LoopActivity
+from loopscope.files import without_nan
 
 SCHEMA_VERSION = 1
 
@@ -97,13 +97,4 @@ class AuditResult:
     def to_json(self) -> dict[str, Any]:
         """audit.json; numbers that are not finite become null."""
         plain = {**asdict(self), "loops": [loop.to_json() for loop in self.loops]}
-        return finite({"schema_version": SCHEMA_VERSION, **plain})
-
-
-def finite(value: Any) -> Any:
-    """JSON has no NaN: null instead, at any depth."""
-    if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return without_nan({"schema_version": SCHEMA_VERSION, **plain})

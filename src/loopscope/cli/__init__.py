@@ -38,7 +38,7 @@ examples:
   loopscope train --preset nano          train; Ctrl-C saves, the same command goes on
   loopscope audit runs/NAME              which state variables the loop carries and no loss sees
   loopscope eval runs/NAME --depths 1..8 what exiting after each loop costs
-  loopscope reproduce --scale nano       the paper's claims, with verdicts, tables and figures
+  loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
@@ -94,6 +94,9 @@ class Shown:
 WITHOUT_TORCH = (Report, Shown)
 """They only read files: nothing of theirs depends on what the processor can do."""
 
+RENAMED = {"reproduce": {"--scale": "--size"}}
+"""Flags of earlier versions, by verb, with what they are called now."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; a user's mistake is one sentence, never a traceback."""
@@ -145,6 +148,9 @@ def parse(argv: Sequence[str]) -> Verb:
 
 def _parse_verb(name: str, arguments: list[str]) -> Verb:
     verb, command = VERBS[name], f"loopscope {name}"
+    for before, now in RENAMED.get(name, {}).items():
+        if before in (argument.partition("=")[0] for argument in arguments):
+            raise ConfigError(f"{before} is called {now} now; see {command} --help")
     defaults = verb.default(arguments) if issubclass(verb, Configured) else None  # a preset's values
     sections = sections_of(verb, defaults, START_HERE.get(name, ()))
     if {"-h", "--help"} & {*arguments}:

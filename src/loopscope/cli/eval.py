@@ -14,7 +14,7 @@ from loopscope.errors import EXIT_OK, ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.verbs.evaluation import Evaluation
+    from loopscope.verbs.evaluation import EvaluationResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def parse_depths(text: str) -> list[int]:
     return depths
 
 
-def _table(result: Evaluation) -> Table:
+def _table(result: EvaluationResult) -> Table:
     from rich.table import Table
 
     opened, scores = result.opened, result.scores
@@ -96,7 +96,6 @@ def _table(result: Evaluation) -> Table:
     for name in ("loops", "CE (nats/token)", "perplexity", "bits per byte", "‖h‖"):
         table.add_column(name, justify="right")
     for score in scores.depths:
-        bits = scores.bits_per_byte(score)
-        cells = (f"{score.ce:.4f}", f"{score.perplexity:.2f}", "" if bits is None else f"{bits:.4f}")
-        table.add_row(str(score.k), *cells, f"{score.norm:.4g}")
+        numbers = ((score.ce, ".4f"), (score.perplexity, ".2f"), (score.bits_per_byte, ".4f"), (score.norm, ".4g"))
+        table.add_row(str(score.k), *("" if number is None else format(number, form) for number, form in numbers))
     return table

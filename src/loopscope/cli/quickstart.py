@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from loopscope.experiments.backends import Backend
-    from loopscope.experiments.quickstart import Corner
     from loopscope.experiments.results import Results
+    from loopscope.readings import Run
+    from loopscope.scores import Depth
 
 RETRIES = 1
 
@@ -87,26 +88,27 @@ examples:
             return None
         return page
 
-    def _print(self, results: Results, found: Sequence[Corner], page: Path | None) -> None:
+    def _print(self, results: Results, found: Sequence[Run], page: Path | None) -> None:
         from loopscope.experiments.conditions import CORE
-        from loopscope.experiments.quickstart import in_words
+        from loopscope.experiments.quickstart import conclusion
+        from loopscope.report.verdict import verdict_on
 
         if self.json:
             conditions = [
                 {
-                    "placement": corner.condition.placement,
-                    "readout": corner.condition.readout,
-                    "ce": corner.ce_K,
-                    "norm": corner.norms_K,
-                    "verdict": corner.verdict,
-                    "blind": corner.blind,
+                    "placement": run.setting("objective", "placement"),
+                    "readout": run.setting("model", "readout"),
+                    "ce": [depth.ce for depth in _trained(run)],
+                    "norm": [depth.norm for depth in _trained(run)],
+                    "verdict": run.verdict,
+                    "blind": run.audit.blind if run.audit else [],
                 }
-                for corner in found
+                for run in found
             ]
             print_json(
                 seed=self.seed,
                 steps=self.steps,
-                corpus_sha256=results.grid["data"]["corpus_sha256"],
+                corpus_sha256=results.grid.data.get("corpus_sha256"),
                 conditions=conditions,
                 out=str(self.out),
                 report=None if page is None else str(page),
@@ -115,21 +117,28 @@ examples:
         if found:
             print_tables(_table(found))
         if len(found) == len(CORE):
-            print_text(in_words(found))
+            print_text("\n".join([*verdict_on(found).lines, conclusion(found)]))
         if page is not None:
             print_text(f"The whole story, with charts: {page}")
 
 
-def _table(found: Sequence[Corner]) -> Table:
+def _trained(run: Run) -> list[Depth]:
+    """Scores after each loop up to the trained depth."""
+    return [depth for depth in run.depths if depth.k <= run.num_loops]
+
+
+def _table(found: Sequence[Run]) -> Table:
     from rich.table import Table
 
-    loops = range(1, len(found[0].ce_K) + 1)
+    loops = range(1, found[0].num_loops + 1)
     table = Table("loss", "readout", title="validation, after each loop", title_justify="left")
     for quantity in ("CE", "‖h‖"):
         for k in loops:
             table.add_column(f"{quantity} {k}", justify="right")
     table.add_column("audit")
-    for corner in found:
-        ce, norms = (f"{value:.2f}" for value in corner.ce_K), (f"{value:.1f}" for value in corner.norms_K)
-        table.add_row(corner.condition.placement, corner.condition.readout, *ce, *norms, corner.verdict)
+    for run in found:
+        depths = _trained(run)
+        ce = (f"{depth.ce:.2f}" if depth.ce is not None else "–" for depth in depths)
+        norms = (f"{depth.norm:.1f}" if depth.norm is not None else "–" for depth in depths)
+        table.add_row(run.setting("objective", "placement"), run.setting("model", "readout"), *ce, *norms, run.verdict)
     return table

@@ -96,7 +96,11 @@ def _comparison(result: Remedied) -> Table:
         table.add_row(variable, was.audit.variable(variable).verdict, now.audit.variable(variable).verdict)
     pairs = list(zip(was.scores.depths, now.scores.depths, strict=True))
     for old, new in pairs:
-        table.add_row(f"perplexity at loop {old.k}", f"{old.perplexity:.2f}", f"{new.perplexity:.2f}")
+        table.add_row(f"perplexity at loop {old.k}", _cell(old.perplexity, ".2f"), _cell(new.perplexity, ".2f"))
     for old, new in pairs:
-        table.add_row(f"‖h_{old.k}‖", f"{old.norm:.4g}", f"{new.norm:.4g}")
+        table.add_row(f"‖h_{old.k}‖", _cell(old.norm, ".4g"), _cell(new.norm, ".4g"))
     return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -58,6 +58,6 @@ examples:
                 sentences=page.verdict.sentences,
             )
             return EXIT_OK
-        print_text("\n".join([page.verdict.headline, *(f"  {sentence}" for sentence in page.verdict.sentences)]))
+        print_text("\n".join(page.verdict.lines))
         print_text(f"{self.out}: {page.num_runs} run{'' if page.num_runs == 1 else 's'}, {size / 1e6:.1f} MB")
         return EXIT_OK

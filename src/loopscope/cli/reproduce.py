@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from loopscope.cli.rows import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_text, say
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
-from loopscope.experiments.conditions import CONDITIONS, GROUPS, Recipe, Scale, choose_seeds, parse_conditions
+from loopscope.experiments.conditions import CONDITIONS, GROUPS, Recipe, Size, choose_seeds, parse_conditions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from loopscope.experiments.backends import Backend
+    from loopscope.experiments.documents import ClaimsRecord, Judgement
     from loopscope.experiments.grid import Request
     from loopscope.experiments.ledger import RowStatus
     from loopscope.experiments.results import Results
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 class Reproduce:
     """Flags of `loopscope reproduce`."""
 
-    scale: Scale = "nano"
+    size: Size = "nano"
     """Size of the models; demo, nano and micro are for CPUs, the paper's own for GPUs."""
     seeds: int = 3
     """Seeds per condition: the paper's 42, 101 and 202 first."""
@@ -35,10 +36,10 @@ class Reproduce:
     recipe: Recipe = "paper"
     """The paper's recipe, or with scaled initialisation, warm-up and rotary positions."""
     steps: int | None = None
-    """Optimiser steps of a row; by default the scale's, and the paper's four epochs at its own sizes."""
+    """Optimiser steps of a row; by default the preset's, and the paper's four epochs at its own sizes."""
 
     data: tuple[str, ...] | None = None
-    """Training text, as in `loopscope train`; by default the scale's."""
+    """Training text, as in `loopscope train`; by default the preset's."""
     valid: tuple[str, ...] | None = None
     """Validation text; by default the corpus's own, or documents held out of the training text."""
     test_data: tuple[str, ...] | None = None
@@ -49,7 +50,7 @@ class Reproduce:
     """Audit every row; without, the claims that need it are not measured."""
 
     out: Path | None = None
-    """Output folder; by default runs/reproduce-SCALE."""
+    """Output folder; by default runs/reproduce-SIZE."""
     on: str = "here"
     """Where rows run: here, ray (a cluster of this machine) or ray:ADDRESS."""
     rows_at_once: int | None = None
@@ -65,7 +66,7 @@ class Reproduce:
     json: bool = False
     """Print the result as JSON."""
 
-    help: ClassVar[str] = f"""Train the paper's grid, audit it, and settle each claim of arXiv 2606.24898 at this scale.
+    help: ClassVar[str] = f"""Train the paper's grid, audit it, and settle each claim of arXiv 2606.24898 at this size.
 
 The same command goes on after an interruption; a second one on the same --out shares the work. Exit code 1 when a
 claim that holds in the paper does not hold here, or a row failed.
@@ -73,11 +74,11 @@ claim that holds in the paper does not hold here, or a row failed.
 conditions: {", ".join([*GROUPS, *CONDITIONS])}
 
 examples:
-  loopscope reproduce --scale demo --seeds 1 --conditions 2x2
-  loopscope reproduce --scale nano --data train.txt --valid valid.txt --test-data test.txt
-  loopscope reproduce --scale nano --conditions 2x2,per-loop+penalty,all:1 --out runs/record
-  loopscope reproduce --scale nano --conditions 2x2:1 --recipe modern --out runs/record
-  loopscope reproduce --scale paper-44m --on ray:auto --gpus-per-row 1
+  loopscope reproduce --size demo --seeds 1 --conditions 2x2
+  loopscope reproduce --size nano --data train.txt --valid valid.txt --test-data test.txt
+  loopscope reproduce --size nano --conditions 2x2,per-loop+penalty,all:1 --out runs/record
+  loopscope reproduce --size nano --conditions 2x2:1 --recipe modern --out runs/record
+  loopscope reproduce --size paper-44m --on ray:auto --gpus-per-row 1
   loopscope reproduce --rebuild --out runs/record"""
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ examples:
         """Run what is not finished, then judge, and print."""
         from loopscope.experiments.publish import publish
 
-        out = self.out or Path("runs") / f"reproduce-{self.scale}"
+        out = self.out or Path("runs") / f"reproduce-{self.size}"
         rows: list[RowStatus] = []
         if not self.rebuild:
             try:
@@ -103,7 +104,7 @@ examples:
                 return EXIT_INTERRUPTED
         results, claims = publish(out, say)
         if not results.rows and not results.failures:
-            raise RunError(f"{out} has no finished row yet; give the command of this grid again, without --rebuild")
+            raise RunError(f"{out} has no finished row yet; run the command of this grid again, without --rebuild")
         return self._report(out, rows, results, claims)
 
     def _backend(self) -> Backend:
@@ -121,7 +122,7 @@ examples:
         from loopscope.experiments.grid import Request
 
         return Request(
-            scale=self.scale,
+            size=self.size,
             recipe=self.recipe,
             seeds={name: choose_seeds(count) for name, count in parse_conditions(self.conditions, self.seeds).items()},
             steps=self.steps,
@@ -133,26 +134,25 @@ examples:
             threads=self.threads,
         )
 
-    def _report(self, out: Path, rows: list[RowStatus], results: Results, claims: dict[str, Any]) -> int:
-        from loopscope.experiments.claims import FAILS
+    def _report(self, out: Path, rows: list[RowStatus], results: Results, claims: ClaimsRecord) -> int:
+        from loopscope.experiments.documents import FAILS
 
-        mine = [claim for claim in claims["claims"] if self.rebuild or claim["recipe"] == self.recipe]
-        failing = [claim for claim in mine if claim["split"] == "valid" and claim["verdict"] == FAILS]
+        mine = [claim for claim in claims.claims if self.rebuild or claim.recipe == self.recipe]
+        failing = [claim for claim in mine if claim.split == "valid" and claim.verdict == FAILS]
         exit_code = EXIT_FINDINGS if failing or results.failures else EXIT_OK
         if self.json:
             failures = [vars(failure) for failure in results.failures]
             print_json(
                 out=str(out),
-                scale=claims["scale"],
+                size=claims.size,
                 rows=[_row_json(row) for row in rows],
-                claims=claims["claims"],
+                claims=[claim.to_json() for claim in claims.claims],
                 failures=failures,
             )
             return exit_code
         for recipe in results.recipes() if self.rebuild else [self.recipe]:
-            listed = [claim for claim in claims["claims"] if (claim["recipe"], claim["split"]) == (recipe, "valid")]
-            if listed:
-                print_tables(_claims_table(listed, f"{claims['scale']}, {recipe} recipe, validation text"))
+            if listed := claims.of(recipe, "valid"):
+                print_tables(_claims_table(listed, f"{claims.size}, {recipe} recipe, validation text"))
         print_text(_in_words(out, results, failing))
         return exit_code
 
@@ -167,7 +167,7 @@ def _row_json(row: RowStatus) -> dict[str, Any]:
     }
 
 
-def _claims_table(claims: list[dict[str, Any]], title: str) -> Table:
+def _claims_table(claims: list[Judgement], title: str) -> Table:
     from rich.table import Table
 
     from loopscope.experiments.tables import claims_table
@@ -182,15 +182,15 @@ def _claims_table(claims: list[dict[str, Any]], title: str) -> Table:
     return table
 
 
-def _in_words(out: Path, results: Results, failing: list[dict[str, Any]]) -> str:
+def _in_words(out: Path, results: Results, failing: list[Judgement]) -> str:
     several = len(results.recipes()) > 1
     lines = []
     for claim in failing:
-        recipe = f" ({claim['recipe']} recipe)" if several else ""
-        lines.append(f"{claim['id']} does not hold at this scale{recipe}: {claim['reason']}")
+        recipe = f" ({claim.recipe} recipe)" if several else ""
+        lines.append(f"{claim.id} {claim.verdict}{recipe}: {claim.reason}")
     lines += [f"{failure.name} failed: {failure.error} (log in {out}/rows)" for failure in results.failures]
     for recipe in results.recipes():
-        count, suffix = len(results.grid["recipes"][recipe]["differences"]), "" if recipe == "paper" else f"-{recipe}"
+        count, suffix = len(results.grid.recipes[recipe].differences), "" if recipe == "paper" else f"-{recipe}"
         lines.append(f"{count} differences from the paper: {out}/tables/differences{suffix}.md")
     rows = f"{len(results.rows)} row{'' if len(results.rows) == 1 else 's'}"
     lines.append(f"{rows}; claims.json, tables and figures in {out}")

@@ -2,33 +2,24 @@
 
 A claim holds when the mean over seeds obeys every rule of it (C2's ratios and C5: every seed); seeds are listed one by
 one. It fails as soon as one measured rule is broken, and is not measured while one is missing. A claim that fails at a
-scale is reported as such, never tuned until it passes. Made from files alone. No torch here.
+size is reported as such, never tuned until it passes. Made from files alone. No torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from loopscope.experiments import evidence
+from loopscope.experiments.documents import FAILS, HOLDS, NOT_MEASURED, ClaimsRecord, Judgement, PaperValue
 from loopscope.experiments.evidence import RESAMPLES, Quantity
-from loopscope.experiments.results import SPLITS, Results, View
+from loopscope.experiments.results import Results, View
+from loopscope.scores import SPLITS
 
-SCHEMA_VERSION = 1
-HOLDS, FAILS, NOT_MEASURED = "holds", "does not hold at this scale", "not measured"
 SOURCES = {
     "P": "abstract and project page of arXiv 2606.24898",
     "R": "an independent review that quotes the tables of arXiv 2606.24898",
 }
-
-
-@dataclass(frozen=True)
-class PaperValue:
-    """What the paper reports, and where that is quoted from."""
-
-    value: str
-    source: Literal["P", "R"]
 
 
 @dataclass(frozen=True)
@@ -45,20 +36,22 @@ class Claim:
     from_audits: bool = False
     """Measured by audits alone, which run on validation text; judged on no other."""
 
-    def judge(self, view: View) -> dict[str, Any]:
-        """The claim on the rows of one recipe and split, as claims.json keeps it."""
+    def judge(self, view: View, recipe: str) -> Judgement:
+        """The claim on the rows of one recipe and split."""
         quantities = [] if self.waits_for else self.evidence(view)
         verdict, reason = self._verdict(quantities)
-        return {
-            "id": self.id,
-            "title": self.title,
-            "measured": self.measured,
-            "rule": self.rule,
-            "paper": [vars(value) for value in self.paper],
-            "quantities": [quantity.to_json() for quantity in quantities],
-            "verdict": verdict,
-            "reason": reason,
-        }
+        return Judgement(
+            recipe=recipe,
+            split=view.split,
+            id=self.id,
+            title=self.title,
+            measured=self.measured,
+            rule=self.rule,
+            paper=list(self.paper),
+            quantities=[quantity.summary() for quantity in quantities],
+            verdict=verdict,
+            reason=reason,
+        )
 
     def _verdict(self, quantities: list[Quantity]) -> tuple[str, str]:
         if self.waits_for:
@@ -71,23 +64,22 @@ class Claim:
         return NOT_MEASURED if missing or not judged else HOLDS, "; ".join(words)
 
 
-def judge_all(results: Results) -> dict[str, Any]:
+def judge_all(results: Results) -> ClaimsRecord:
     """claims.json: every claim under every recipe and on every split that was measured."""
     claims = []
     for recipe in results.recipes():
-        splits = [split for split in SPLITS if any(row.depth(split, 1) for row in results.rows)]
+        splits = [split for split in SPLITS if any(split in row.splits for row in results.rows)]
         for split in splits or SPLITS[:1]:
             view = results.view(recipe, split)
             judged = [claim for claim in CLAIMS if split == evidence.AUDITED or not claim.from_audits]
-            claims += [{"recipe": recipe, "split": split, **claim.judge(view)} for claim in judged]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "scale": results.grid["scale"],
-        "sources": SOURCES,
-        "interval": f"95 % percentile bootstrap over seeds, {RESAMPLES:,} resamples; of two or three seeds "
+            claims += [claim.judge(view, recipe) for claim in judged]
+    return ClaimsRecord(
+        size=results.grid.size,
+        sources=SOURCES,
+        interval=f"95 % percentile bootstrap over seeds, {RESAMPLES:,} resamples; of two or three seeds "
         "their range, of one none",
-        "claims": claims,
-    }
+        claims=claims,
+    )
 
 
 CLAIMS = (

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from loopscope.config import Config, config_to_dict
+from loopscope.config import PAPER_PENALTY, Config, changes_learning, config_to_dict
 from loopscope.errors import ConfigError, suggest
+from loopscope.experiments.documents import Difference
 from loopscope.presets import preset
 
-PENALTY = 0.01
-"""The paper's λ."""
 PAPER_SEEDS = (42, 101, 202)
 PAPER_EPOCHS = 4
 MOST_SEEDS = 1000
 
 Recipe = Literal["paper", "modern"]
 RECIPES: tuple[Recipe, ...] = ("paper", "modern")
-Scale = Literal["demo", "nano", "micro", "paper-44m", "paper-129m"]
+Size = Literal["demo", "nano", "micro", "paper-44m", "paper-129m"]
+PAPER_SIZES: tuple[Size, ...] = ("paper-44m", "paper-129m")
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,17 @@ class Condition:
     """What one row of the paper's tables sets; its name is a folder's and a flag's."""
 
     name: str
-    title: str
     placement: Literal["terminal", "per-loop"]
+    kind: str
+    """What sees or removes the scale, in words."""
     readout: Literal["rmsnorm", "layernorm", "raw", "final-only"]
     norm_penalty: float = 0.0
     inter_loop_norm: Literal["none", "rmsnorm"] = "none"
+
+    @property
+    def title(self) -> str:
+        """Its name in tables."""
+        return f"{self.placement} + {self.kind}"
 
     def apply(self, base: Config) -> Config:
         """The common configuration under this condition."""
@@ -43,19 +49,17 @@ class Condition:
 
 
 CORE = (
-    Condition("terminal+rmsnorm", "terminal + RMSNorm", "terminal", "rmsnorm"),
-    Condition("terminal+raw", "terminal + raw", "terminal", "raw"),
-    Condition("per-loop+rmsnorm", "per-loop + RMSNorm", "per-loop", "rmsnorm"),
-    Condition("per-loop+raw", "per-loop + raw", "per-loop", "raw"),
+    Condition("terminal+rmsnorm", "terminal", "RMSNorm", "rmsnorm"),
+    Condition("terminal+raw", "terminal", "raw", "raw"),
+    Condition("per-loop+rmsnorm", "per-loop", "RMSNorm", "rmsnorm"),
+    Condition("per-loop+raw", "per-loop", "raw", "raw"),
 )
 EXTENSIONS = (
-    Condition("per-loop+final-only", "per-loop + final-only norm", "per-loop", "final-only"),
-    Condition("terminal+penalty", "terminal + penalty", "terminal", "rmsnorm", norm_penalty=PENALTY),
-    Condition("per-loop+penalty", "per-loop + penalty", "per-loop", "rmsnorm", norm_penalty=PENALTY),
-    Condition(
-        "per-loop+inter-loop-norm", "per-loop + inter-loop norm", "per-loop", "rmsnorm", inter_loop_norm="rmsnorm"
-    ),
-    Condition("per-loop+layernorm", "per-loop + LayerNorm", "per-loop", "layernorm"),
+    Condition("per-loop+final-only", "per-loop", "final-only norm", "final-only"),
+    Condition("terminal+penalty", "terminal", "penalty", "rmsnorm", norm_penalty=PAPER_PENALTY),
+    Condition("per-loop+penalty", "per-loop", "penalty", "rmsnorm", norm_penalty=PAPER_PENALTY),
+    Condition("per-loop+inter-loop-norm", "per-loop", "inter-loop norm", "rmsnorm", inter_loop_norm="rmsnorm"),
+    Condition("per-loop+layernorm", "per-loop", "LayerNorm", "layernorm"),
 )
 CONDITIONS = {condition.name: condition for condition in (*CORE, *EXTENSIONS)}
 GROUPS = {"2x2": tuple(condition.name for condition in CORE), "all": tuple(CONDITIONS)}
@@ -97,24 +101,12 @@ def apply_recipe(base: Config, recipe: Recipe) -> Config:
 
 # --- what differs from the paper -------------------------------------------------------------------------------------
 
-_WHERE_AND_HOW_OFTEN = {"threads", "compile", "track", "log_every", "eval_every", "eval_tokens", "save_every", "steps"}
-"""Training fields that are no part of the paper's recipe, or are told in other words (steps as epochs)."""
 
-
-@dataclass(frozen=True)
-class Difference:
-    """One thing that is not as in the paper."""
-
-    field: str
-    paper: str
-    here: str
-
-
-def differences(common: Config, scale: str, *, epochs: float | None, bf16: bool | None = None) -> list[Difference]:
+def differences(common: Config, size: str, *, epochs: float | None, bf16: bool | None = None) -> list[Difference]:
     """Everything in which a grid's common configuration is not the paper's; bf16 is None before a row has run."""
-    paper = preset(scale if scale.startswith("paper-") else "paper-44m")
-    theirs = config_to_dict(apply_recipe(paper, "paper"))
-    found = [Difference(name, _shown(theirs, name), _shown(config_to_dict(common), name)) for name in _compared(paper)]
+    paper = preset(size if size in PAPER_SIZES else "paper-44m")
+    theirs, ours = config_to_dict(apply_recipe(paper, "paper")), config_to_dict(common)
+    found = [Difference(name, _shown(theirs, name), _shown(ours, name)) for name in _compared(paper)]
     found = [difference for difference in found if difference.paper != difference.here]
     trained = f"{epochs:.3g} epochs" if epochs is not None else "not known"
     if epochs is None or abs(epochs - PAPER_EPOCHS) > 0.01:
@@ -127,19 +119,20 @@ def differences(common: Config, scale: str, *, epochs: float | None, bf16: bool 
 
 
 def _compared(paper: Config) -> Iterator[str]:
-    """Names of all fields that a common configuration shares with the paper's."""
+    """Names of all fields in which a common configuration can differ from the paper's; steps are told as epochs."""
     for section, fields in config_to_dict(paper).items():
         for name in fields:
-            if name not in _WHERE_AND_HOW_OFTEN and name not in (*FACTORS, "seed", "valid"):
+            if changes_learning(name) and name not in (*FACTORS, "seed", "valid", "steps"):
                 yield f"{section}.{name}"
 
 
 def _shown(config: dict[str, dict[str, Any]], path: str) -> str:
     section, name = path.split(".")
     value = config[section][name]
-    if name == "data":
-        return "WikiText-103-raw" if value and "wikitext-103" in value[0] else ", ".join(file_name(v) for v in value)
-    return str(value)
+    if name != "data":
+        return str(value)
+    is_papers = tuple(value) == preset("paper-44m").data.data
+    return "WikiText-103-raw" if is_papers else ", ".join(file_name(source) for source in value)
 
 
 def file_name(source: str) -> str:

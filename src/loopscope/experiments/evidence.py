@@ -12,26 +12,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-from loopscope.experiments.results import (
-    RowResult,
-    View,
+from loopscope.experiments.documents import Measured
+from loopscope.experiments.results import View, shown
+from loopscope.readings import (
+    CLEAR,
+    LINEAR_BELOW,
+    AuditedLoop,
+    Run,
     alpha_range,
-    clamps,
     difference,
     exit_failure,
     final_norm,
     final_perplexity,
-    finite,
-    raw_at,
-    shown,
+    is_raw_at,
+    perplexity_at,
+    radial_clamps,
 )
 
 RMSNORM, RAW, PENALTY = "per-loop+rmsnorm", "per-loop+raw", "per-loop+penalty"
 CORNERS = ("terminal+rmsnorm", "terminal+raw", RMSNORM, RAW)
 CONTROLLED = (RAW, "per-loop+final-only", PENALTY)
 """Per-loop models whose scale something controls."""
-LINEAR_BELOW = 0.1
-"""Nats: exit failures are drawn and compared as ±log(1 + |x|/0.1), about linear well below this (Figure 1)."""
 ROLLOUT = 30
 """Loops of the audit's rollout."""
 RESAMPLES = 10_000
@@ -68,6 +69,8 @@ class Quantity:
     """Not only the mean: every seed has to obey the bound."""
     told: bool = False
     """Shown with the claim although no rule is about it."""
+    signed: bool = False
+    """Shown with its sign, + included."""
 
     @property
     def mean(self) -> float | None:
@@ -87,21 +90,22 @@ class Quantity:
         agreeing = sum(self.bound.obeyed(value) for value in self.seeds.values())
         return f"{self.name} {shown(self.mean)} (must be {self.bound}; {agreeing} of {len(self.seeds)} seeds)"
 
-    def to_json(self) -> dict[str, Any]:
-        """As claims.json keeps it."""
-        interval = bootstrap(list(self.seeds.values()))
-        return {
-            "name": self.name,
-            "unit": self.unit,
-            "seeds": [{"seed": seed, "value": value} for seed, value in self.seeds.items()],
-            "n": len(self.seeds),
-            "mean": self.mean,
-            "low": interval[0] if interval else None,
-            "high": interval[1] if interval else None,
-            "rule": None if self.bound is None else str(self.bound),
-            "obeyed": self.obeyed,
-            "headline": self.told or self.bound is not None,
-        }
+    def summary(self) -> Measured:
+        """With what follows from the seeds, as claims.json keeps it."""
+        low, high = bootstrap(list(self.seeds.values())) or (None, None)
+        return Measured(
+            name=self.name,
+            unit=self.unit,
+            seeds=list(self.seeds.items()),
+            n=len(self.seeds),
+            mean=self.mean,
+            low=low,
+            high=high,
+            rule=None if self.bound is None else str(self.bound),
+            obeyed=self.obeyed,
+            headline=self.told or self.bound is not None,
+            signed=self.signed,
+        )
 
 
 def bootstrap(values: list[float]) -> tuple[float, float] | None:
@@ -133,7 +137,7 @@ def _norms(view: View, *conditions: str) -> list[Quantity]:
 
 def c1(view: View) -> list[Quantity]:
     """How much larger the norm is through RMSNorm than raw."""
-    ratio = Quantity("norm ratio", "×", _ratio(view, RMSNORM, RAW), Bound("at least", 10))
+    ratio = Quantity("norm ratio", "×", _ratio(view, RMSNORM, RAW), Bound("at least", CLEAR))
     return [ratio, *_norms(view, RMSNORM, RAW)]
 
 
@@ -184,8 +188,8 @@ def c4(view: View) -> list[Quantity]:
     ]
 
 
-def _growth(row: RowResult, split: str) -> float | None:
-    norms = {loop["k"]: finite(loop["norm"]) for loop in row.loops()}
+def _growth(row: Run, split: str) -> float | None:
+    norms = {loop.k: loop.norm for loop in row.loops}
     last, trained = norms.get(ROLLOUT), norms.get(row.num_loops)
     return last / trained if last is not None and trained else None
 
@@ -216,10 +220,9 @@ def _shares(view: View, condition: str, *, raw: bool) -> dict[int, list[float]]:
     """By seed, the radial gradient shares at the loops that are read out raw, or through a norm."""
     found: dict[int, list[float]] = {}
     for seed, row in view.of(condition).items():
-        for loop in row.loops():
-            share = finite(loop.get("radial_gradient_share"))
-            if share is not None and raw_at(row, loop["k"]) == raw:
-                found.setdefault(seed, []).append(share)
+        for loop in row.loops:
+            if loop.radial_gradient_share is not None and is_raw_at(row, loop.k) == raw:
+                found.setdefault(seed, []).append(loop.radial_gradient_share)
     return found
 
 
@@ -228,29 +231,42 @@ def c6(view: View) -> list[Quantity]:
     return [
         Quantity("relative error of ã/d", "share", view.each(RMSNORM, _prediction_error), Bound("at most", 0.05)),
         Quantity("spread of angular step × scale", "sd / mean", view.each(RMSNORM, _spread), Bound("at most", 0.2)),
-        Quantity("loops with s ≥ 10·‖b⊥‖", "loops", view.each(RMSNORM, lambda row, split: float(len(large(row))))),
+        Quantity("loops with s ≥ 10·‖b⊥‖", "loops", view.each(RMSNORM, lambda row, split: float(len(_large(row))))),
     ]
 
 
-def large(row: RowResult) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class _Motion:
+    """How scale and direction move in one loop."""
+
+    increment: float
+    predicted: float
+    turn: float
+    """Angular step × scale."""
+
+
+def _large(row: Run) -> list[_Motion]:
     """Loops at which scale is at least ten times the tangential update: where Lemma 2 is to leading order exact."""
-    complete = [loop for loop in row.loops() if all(finite(loop.get(name)) is not None for name in _ACTIVITY)]
-    return [loop for loop in complete if loop["scale"] >= 10 * loop["tangential_update"]]
+    return [motion for loop in row.loops if (motion := _motion(loop)) is not None]
 
 
-_ACTIVITY = ("scale", "tangential_update", "radial_increment", "predicted_increment", "angular_step_times_scale")
+def _motion(loop: AuditedLoop) -> _Motion | None:
+    increment, predicted, turn = loop.radial_increment, loop.predicted_increment, loop.angular_step_times_scale
+    if increment is None or predicted is None or turn is None or loop.scale is None or loop.tangential_update is None:
+        return None
+    return _Motion(increment, predicted, turn) if loop.scale >= 10 * loop.tangential_update else None
 
 
-def _prediction_error(row: RowResult, split: str) -> float | None:
+def _prediction_error(row: Run, split: str) -> float | None:
     """Σ |measured − predicted| / Σ |measured| over those loops: an increment of next to nothing weighs as little."""
-    loops = large(row)
-    total = sum(abs(loop["radial_increment"]) for loop in loops)
-    error = sum(abs(loop["radial_increment"] - loop["predicted_increment"]) for loop in loops)
+    loops = _large(row)
+    total = sum(abs(loop.increment) for loop in loops)
+    error = sum(abs(loop.increment - loop.predicted) for loop in loops)
     return error / total if len(loops) > 1 and total > 0 else None
 
 
-def _spread(row: RowResult, split: str) -> float | None:
-    steps = [loop["angular_step_times_scale"] for loop in large(row)]
+def _spread(row: Run, split: str) -> float | None:
+    steps = [loop.turn for loop in _large(row)]
     return float(np.std(steps, ddof=1) / np.mean(steps)) if len(steps) > 1 and np.mean(steps) > 0 else None
 
 
@@ -267,7 +283,7 @@ def c8(view: View) -> list[Quantity]:
     signed = view.each(RMSNORM, largest_clamp)
     return [
         Quantity("largest |ΔCE|", "nats", _sizes(signed), Bound("at most", 0.01)),
-        Quantity("that ΔCE with its sign", "nats", signed, told=True),
+        Quantity("that ΔCE with its sign", "nats", signed, told=True, signed=True),
     ]
 
 
@@ -276,10 +292,9 @@ def _sizes(signed: dict[int, float]) -> dict[int, float]:
     return {seed: abs(value) for seed, value in signed.items()}
 
 
-def largest_clamp(row: RowResult, split: str) -> float | None:
+def largest_clamp(row: Run, split: str) -> float | None:
     """The ΔCE of largest size among the radial clamps, with its sign."""
-    deltas = [intervention["delta_ce"] for intervention in clamps(row)]
-    return max(deltas, key=abs) if deltas else None
+    return max(radial_clamps(row).values(), key=abs, default=None)
 
 
 def c9(view: View) -> list[Quantity]:
@@ -296,12 +311,13 @@ def c9(view: View) -> list[Quantity]:
     return quantities + changes
 
 
-def _gain(row: RowResult, split: str) -> float | None:
-    return difference(row.score(split, row.num_loops, "ce"), row.score(split, 1, "ce"))
+def _gain(row: Run, split: str) -> float | None:
+    lost = exit_failure(row, split)
+    return None if lost is None else -lost
 
 
-def _ppl_gain(row: RowResult, split: str) -> float | None:
-    return difference(final_perplexity(row, split), row.score(split, 1, "perplexity"))
+def _ppl_gain(row: Run, split: str) -> float | None:
+    return difference(final_perplexity(row, split), perplexity_at(row, 1, split))
 
 
 def _worst_excess(view: View, name: str) -> dict[int, float]:
@@ -310,14 +326,13 @@ def _worst_excess(view: View, name: str) -> dict[int, float]:
     for seed, row in view.of(name).items():
         if (other := view.of(RMSNORM).get(seed)) is None:
             continue
-        excess = [_excess(row, other, view.split, k) for k in range(2, row.num_loops + 1)]
+        excess = [
+            difference(perplexity_at(row, k, view.split), perplexity_at(other, k, view.split))
+            for k in range(2, row.num_loops + 1)
+        ]
         if known := [value for value in excess if value is not None]:
             found[seed] = max(known)
     return found
-
-
-def _excess(row: RowResult, other: RowResult, split: str, k: int) -> float | None:
-    return difference(row.score(split, k, "perplexity"), other.score(split, k, "perplexity"))
 
 
 def c11(view: View) -> list[Quantity]:

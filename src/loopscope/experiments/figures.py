@@ -20,7 +20,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from loopscope.experiments.conditions import CONDITIONS
 from loopscope.experiments.evidence import ROLLOUT, symlog, unsymlog
-from loopscope.experiments.results import Measure, Results, RowResult, View, exit_failure, final_norm, finite, mean
+from loopscope.experiments.results import Results, View, mean
+from loopscope.readings import AuditedLoop, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
 from loopscope.runs import file_written_whole
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
@@ -138,7 +139,7 @@ def visibility_activity(view: View) -> Figure | None:
     """How well the loss sees the scale, against how strongly the loop carries it."""
     figure, (axes,) = _figure()
     axes.set_xscale("symlog", linthresh=1e-6)
-    if not _points(axes, view, _of_scale("visibility"), _of_scale("activity")):
+    if not _points(axes, view, _visibility, _activity):
         return None
     axes.set_ylim(min(-0.05, axes.get_ylim()[0]), max(1.15, axes.get_ylim()[1]))
     axes.set_xlabel("visibility of scale to the loss")
@@ -148,12 +149,14 @@ def visibility_activity(view: View) -> Figure | None:
     return figure
 
 
-def _of_scale(field: str) -> Callable[[RowResult, str], float | None]:
-    def measure(row: RowResult, split: str) -> float | None:
-        variables = (row.audit or {}).get("variables", ())
-        return next((finite(variable.get(field)) for variable in variables if variable["name"] == "scale"), None)
+def _visibility(row: Run, split: str) -> float | None:
+    found = row.audit.variables if row.audit else []
+    return next((variable.visibility for variable in found if variable.name == "scale"), None)
 
-    return measure
+
+def _activity(row: Run, split: str) -> float | None:
+    found = row.audit.variables if row.audit else []
+    return next((variable.activity for variable in found if variable.name == "scale"), None)
 
 
 # --- Figure 3: thirty loops ------------------------------------------------------------------------------------------
@@ -161,18 +164,19 @@ def _of_scale(field: str) -> Callable[[RowResult, str], float | None]:
 
 def thirty_loops(view: View) -> Figure | None:
     """Scale, its increments with their prediction, and angular step × scale, over the audit's rollout."""
-    names = [name for name in view.conditions() if any(row.loops() for row in view.of(name).values())]
+    names = [name for name in view.conditions() if any(row.loops for row in view.of(name).values())]
     if not names:
         return None
     figure, (scale, increment, angle) = _figure(3, width=11.5, height=3.9)
     for name in names:
         colour, marker = STYLES[name]
         line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3, "linewidth": 1.2}
-        scale.plot(*_over_loops(view, name, "scale"), label=_label(view, name), **line)
-        ks, predicted = _over_loops(view, name, "predicted_increment")
+        scale.plot(*_over_loops(view, name, lambda loop: loop.scale), label=_label(view, name), **line)
+        ks, predicted = _over_loops(view, name, lambda loop: loop.predicted_increment)
         increment.plot(ks, predicted, color=colour, linewidth=1.2)
-        increment.plot(*_over_loops(view, name, "radial_increment"), **{**line, "linewidth": 0})
-        angle.plot(*_over_loops(view, name, "angular_step_times_scale"), **line)
+        marks = {**line, "linewidth": 0}
+        increment.plot(*_over_loops(view, name, lambda loop: loop.radial_increment), **marks)
+        angle.plot(*_over_loops(view, name, lambda loop: loop.angular_step_times_scale), **line)
     scale.set_yscale("log")
     increment.set_yscale("symlog", linthresh=0.01)
     angle.set_yscale("log")
@@ -188,13 +192,13 @@ def thirty_loops(view: View) -> Figure | None:
     return figure
 
 
-def _over_loops(view: View, name: str, field: str) -> tuple[list[int], list[float]]:
-    """Means over seeds at every loop that has the field."""
+def _over_loops(view: View, name: str, of: Callable[[AuditedLoop], float | None]) -> tuple[list[int], list[float]]:
+    """Means over seeds at every loop that has the value."""
     values: dict[int, list[float]] = {}
     for row in view.of(name).values():
-        for loop in row.loops():
-            if (value := finite(loop.get(field))) is not None:
-                values.setdefault(loop["k"], []).append(value)
+        for loop in row.loops:
+            if (value := of(loop)) is not None:
+                values.setdefault(loop.k, []).append(value)
     ks = sorted(values)
     return ks, [mean(values[k]) for k in ks]
 
@@ -209,15 +213,16 @@ def frontier(view: View) -> Figure | None:
     So every condition stands at the same throughput, the median over all rows.
     """
     names = [name for name in view.conditions() if CONDITIONS[name].placement == "per-loop"]
-    if not names:
+    timed = [row.evaluation.throughput for row in view.rows if row.evaluation and row.evaluation.throughput]
+    if not names or not timed:
         return None
     figure, (axes,) = _figure()
-    ks = range(1, view.rows[0].num_loops + 1)
-    speeds = [statistics.median(_speed(row, k) for row in view.rows) for k in ks]
+    ks = sorted(set(timed[0]).intersection(*timed))
+    speeds = [statistics.median(each[k] for each in timed) for k in ks]
     for name in names:
         colour, marker = STYLES[name]
         rows = list(view.of(name).values())
-        quality = [mean(row.score(view.split, k, "perplexity") or math.nan for row in rows) for k in ks]
+        quality = [mean(perplexity_at(row, k, view.split) or math.nan for row in rows) for k in ks]
         axes.plot(speeds, quality, color=colour, marker=marker, markersize=5, linewidth=1.2, label=_label(view, name))
     axes.set_xscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -230,10 +235,6 @@ def frontier(view: View) -> Figure | None:
     axes.set_title("Compute and quality, per-loop models")
     figure.legend(loc="outside right upper")
     return figure
-
-
-def _speed(row: RowResult, k: int) -> float:
-    return next(each["tokens_per_second"] for each in row.evaluation["throughput"] if each["k"] == k)
 
 
 # --- the α-sweep -----------------------------------------------------------------------------------------------------
@@ -264,16 +265,10 @@ def alpha_sweep(view: View) -> Figure | None:
 
 def _curve(view: View, name: str) -> tuple[list[float], list[float]]:
     """The αs, and the mean over seeds of CE(α) − CE(1)."""
-    alphas: list[float] = []
-    changes = []
-    for row in view.of(name).values():
-        sweep = (row.audit or {}).get("alpha_sweep", {})
-        last = next((loop for loop in sweep.get("loops", ()) if loop["k"] == row.num_loops), None)
-        if last is not None and None not in last["ce"] and sweep["alphas"] == (alphas or sweep["alphas"]):
-            alphas = sweep["alphas"]
-            unscaled = last["ce"][min(range(len(alphas)), key=lambda n: abs(math.log(alphas[n])))]
-            changes.append([value - unscaled for value in last["ce"]])
-    return alphas, [mean(column) for column in zip(*changes, strict=True)]
+    found = [changes for row in view.of(name).values() if (changes := alpha_changes(row))]
+    alphas = list(found[0]) if found else []
+    same = [changes for changes in found if list(changes) == alphas]
+    return alphas, [mean(changes[alpha] for changes in same) for alpha in alphas]
 
 
 def _label(view: View, name: str) -> str:

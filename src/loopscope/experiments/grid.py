@@ -22,31 +22,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from loopscope.config import Config, config_from_dict, config_to_dict
+from loopscope.config import Config, changes_learning, config_from_dict, config_to_dict
 from loopscope.data.prepare import Prepared, evaluation_corpus, pack_split, prepare
-from loopscope.errors import RunError
+from loopscope.errors import ConfigError, RunError
 from loopscope.experiments.conditions import (
     CONDITIONS,
     PAPER_EPOCHS,
+    PAPER_SIZES,
     Recipe,
-    Scale,
+    Size,
     apply_recipe,
     differences,
 )
+from loopscope.experiments.documents import GridRecord, RecipeRecord
+from loopscope.files import Problems, read_as
 from loopscope.machine import git_state, versions
 from loopscope.presets import preset
-from loopscope.runs import read_json, write_atomically, write_json
+from loopscope.runs import write_atomically, write_json
 
-SCHEMA_VERSION = 1
 EXTRA_LOOPS = 4
 """Loops beyond the trained depth at which a row is evaluated too."""
-HOW_NOT_WHAT = frozenset({"threads"})
-"""Fields in which a finished row may differ from the one asked for: they say how it was run, not what it learned."""
-
-GRID_FIELDS = frozenset({"scale", "recipes", "data", "test_data", "eval_tokens"})
-RECIPE_FIELDS = frozenset({"config", "epochs", "seeds", "differences"})
-"""What a whole grid.json has, at its top and for each recipe."""
-FLAGS = frozenset({"scale", "steps", "data", "valid", "test_data", "eval_tokens"})
+FLAGS = frozenset({"size", "steps", "data", "valid", "test_data", "eval_tokens"})
 """Fields that `loopscope reproduce` has a flag for."""
 
 OTHER_OUT = "choose another --out"
@@ -90,12 +86,12 @@ class RowSpec:
 class Request:
     """What a user asks for."""
 
-    scale: Scale = "nano"
+    size: Size = "nano"
     recipe: Recipe = "paper"
     seeds: Mapping[str, tuple[int, ...]]
     """The seeds of each condition."""
     steps: int | None = None
-    """Optimiser steps; None takes the scale's: a preset's, or the paper's four epochs."""
+    """Optimiser steps; None takes the size's: a preset's, or the paper's four epochs."""
     data: tuple[str, ...] | None = None
     valid: tuple[str, ...] | None = None
     test_data: tuple[str, ...] | None = None
@@ -104,8 +100,8 @@ class Request:
     threads: int | None = 1
 
     def base(self) -> Config:
-        """The scale's preset on the text asked for."""
-        base = preset(self.scale)
+        """The size's preset on the text asked for."""
+        base = preset(self.size)
         data = replace(base.data, data=self.data or base.data.data, valid=self.valid or base.data.valid)
         return replace(base, data=data, training=replace(base.training, threads=self.threads))
 
@@ -142,7 +138,7 @@ class Grid:
 def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -> Grid:
     """Open the text, fit the tokenizer once, and settle the configuration that all rows share.
 
-    Another size than the scale's comes in as `base`.
+    Another configuration than the size's comes in as `base`.
     """
     base = base or request.base()
     with _locked(out):
@@ -152,8 +148,8 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
     windows = _windows(base, prepared)
     steps = request.steps
     if steps is None:
-        epochs_wanted = request.scale.startswith("paper-")
-        steps = round(PAPER_EPOCHS * windows / base.training.batch) if epochs_wanted else base.training.steps
+        in_epochs = request.size in PAPER_SIZES
+        steps = round(PAPER_EPOCHS * windows / base.training.batch) if in_epochs else base.training.steps
     common = apply_recipe(replace(base, training=_intervals(base, max(1, steps))), request.recipe)
     epochs = common.training.steps * common.training.batch / windows
     return Grid(out=out, request=request, common=common, epochs=epochs, data=data)
@@ -179,27 +175,32 @@ def _check_tokenizer(base: Config, out: Path) -> None:
 
 
 def record(grid: Grid, command: list[str]) -> None:
-    """Write grid.json, or add this request to it; a folder holds one scale and one configuration per recipe."""
+    """Write grid.json, or add this request to it; a folder holds one size and one configuration per recipe."""
     path = grid.out / "grid.json"
     with _locked(grid.out):
-        before = read_grid(grid.out) if path.exists() else {}
-        if before:
+        before = read_grid(grid.out) if path.exists() else None
+        if before is not None:
             _check_same(grid, before)
-        write_json(path, _described(grid, command, before))
+        write_json(path, _described(grid, command, before).to_json())
 
 
-def read_grid(out: Path) -> dict[str, Any]:
-    """grid.json, with everything that the rest relies on."""
-    remedy = "move it away and give the command of this grid again: its rows stay as they are"
-    try:
-        found = read_json(out / "grid.json")
-    except RunError as error:
-        raise RunError(f"{error}; {remedy}") from error
-    recipes = found.get("recipes")
-    parts = [(found, GRID_FIELDS)]
-    parts += [(part, RECIPE_FIELDS) for part in recipes.values()] if isinstance(recipes, dict) else []
-    if not all(isinstance(part, dict) and part.keys() >= fields for part, fields in parts) or len(parts) < 2:
-        raise RunError(f"{out}/grid.json is damaged; {remedy}")
+def read_grid(out: Path) -> GridRecord:
+    """grid.json, whole and with everything that the rest relies on."""
+    path, problems = out / "grid.json", Problems()
+    found = read_as(path, GridRecord.from_json, problems)
+    problem = problems.get(path.name, "")
+    if found is None or not found.size or not found.recipes:
+        problem = problem or "is damaged"
+    for name, part in found.recipes.items() if found else ():
+        try:
+            config_from_dict(part.config)
+        except ConfigError as error:
+            problem = problem or f"has a configuration under {name} that is none: {error}"
+        problem = problem or ("" if part.config and part.epochs is not None else f"is damaged under {name}")
+    if found is None or problem:
+        raise RunError(
+            f"{path} {problem}; move it away and run the command of this grid again: its rows stay as they are"
+        )
     return found
 
 
@@ -208,11 +209,11 @@ def update_differences(out: Path, bf16: bool) -> None:
     path = out / "grid.json"
     with _locked(out):
         known = read_grid(out)
-        for part in known["recipes"].values():
-            common = config_from_dict(part["config"])
-            found = differences(common, known["scale"], epochs=part["epochs"], bf16=bf16)
-            part["differences"] = [dataclasses.asdict(difference) for difference in found]
-        write_json(path, known)
+        recipes = {}
+        for name, part in known.recipes.items():
+            found = differences(config_from_dict(part.config), known.size, epochs=part.epochs, bf16=bf16)
+            recipes[name] = replace(part, differences=found)
+        write_json(path, replace(known, recipes=recipes).to_json())
 
 
 def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
@@ -220,55 +221,53 @@ def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, 
     known = config_to_dict(config_from_dict(before))  # fields that are newer than the file get their defaults
     for section, fields in now.items():
         for name, value in fields.items():
-            if name not in HOW_NOT_WHAT and value != known[section][name]:
+            if changes_learning(name) and value != known[section][name]:
                 return name, known[section][name], value
     return None
 
 
-def _described(grid: Grid, command: list[str], before: dict[str, Any]) -> dict[str, Any]:
+def _described(grid: Grid, command: list[str], before: GridRecord | None) -> GridRecord:
     request = grid.request
-    recipes = before.get("recipes", {})
-    known = recipes.get(request.recipe, {}).get("seeds", {})
+    recipes = dict(before.recipes) if before else {}
+    known = recipes[request.recipe].seeds if request.recipe in recipes else {}
     seeds = {name: list(dict.fromkeys([*known.get(name, ()), *request.seeds.get(name, ())])) for name in CONDITIONS}
-    found = differences(grid.common, request.scale, epochs=grid.epochs)
-    recipes[request.recipe] = {
-        "config": config_to_dict(grid.common),
-        "epochs": grid.epochs,
-        "seeds": {name: listed for name, listed in seeds.items() if listed},
-        "differences": [dataclasses.asdict(difference) for difference in found],
-    }
-    commands = before.get("commands", [])
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "scale": request.scale,
-        "commands": commands if command in commands else [*commands, command],
-        "recipes": recipes,
-        "data": grid.data,
-        "test_data": None if request.test_data is None else list(request.test_data),
-        "eval_tokens": request.eval_tokens,
-        "versions": versions(),
-        "git": git_state(Path.cwd()),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "started": before.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
-    }
+    recipes[request.recipe] = RecipeRecord(
+        config=config_to_dict(grid.common),
+        epochs=grid.epochs,
+        seeds={name: listed for name, listed in seeds.items() if listed},
+        differences=differences(grid.common, request.size, epochs=grid.epochs),
+    )
+    commands = before.commands if before else []
+    return GridRecord(
+        size=request.size,
+        commands=commands if command in commands else [*commands, command],
+        recipes=recipes,
+        data=grid.data,
+        test_data=None if request.test_data is None else list(request.test_data),
+        eval_tokens=request.eval_tokens,
+        versions=versions(),
+        git=git_state(Path.cwd()),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        started=(before.started if before else "") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    )
 
 
-def _check_same(grid: Grid, before: dict[str, Any]) -> None:
+def _check_same(grid: Grid, before: GridRecord) -> None:
     request = grid.request
-    asked: dict[str, Any] = {"scale": request.scale}
+    asked: list[tuple[str, Any, Any]] = [("size", before.size, request.size)]
     texts = {"corpus_sha256": "data", "tokenizer_sha256": "data"}
     if any(grid.out.glob("rows/*/eval.json")):  # until then, how rows are evaluated may change
-        asked["test_data"] = None if request.test_data is None else list(request.test_data)
-        asked["eval_tokens"] = request.eval_tokens
+        test_data = None if request.test_data is None else list(request.test_data)
+        asked += [("test_data", before.test_data, test_data), ("eval_tokens", before.eval_tokens, request.eval_tokens)]
         texts["test_sha256"] = "test_data"
-    for name, value in asked.items():
-        if before[name] != value:
-            raise _other_grid(grid.out, name, before[name], value)
+    for name, theirs, ours in asked:
+        if theirs != ours:
+            raise _other_grid(grid.out, name, theirs, ours)
     for name, flag in texts.items():
-        if before["data"].get(name, grid.data.get(name)) != grid.data.get(name):
+        if before.data.get(name, grid.data.get(name)) != grid.data.get(name):
             raise RunError(f"the text of --{flag.replace('_', '-')} is not what {grid.out} was begun with; {OTHER_OUT}")
-    same = before["recipes"].get(request.recipe)
-    if same is not None and (found := first_difference(same["config"], config_to_dict(grid.common))) is not None:
+    same = before.recipes.get(request.recipe)
+    if same is not None and (found := first_difference(same.config, config_to_dict(grid.common))) is not None:
         raise _other_grid(grid.out, *found)
 
 

@@ -1,23 +1,23 @@
 """The ledger: what each row of a grid has come to, read from its folder. No torch here.
 
 A row is finished when its row.json says so and its results can be read, running while a process holds its lock, and
-open otherwise: whatever a crash, a power cut or a damaged file leaves behind counts as open, and is gone on with.
+open otherwise: whatever a crash, a power cut or a damaged file leaves behind counts as open, and is resumed.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
-from loopscope.experiments.grid import SCHEMA_VERSION, RowSpec, first_difference
-from loopscope.runs import RunFolder, read_json, write_json
+from loopscope.experiments.grid import RowSpec, first_difference
+from loopscope.files import Problems, parse_line, read_as, read_json
+from loopscope.readings import Audit, Logged, RowRecord, RowState, last_logged
+from loopscope.runs import RunFolder, write_json
+from loopscope.scores import Evaluation
 
-State = Literal["open", "running", "finished", "failed"]
 EXIT_GIVEN_UP = 65
 """A row's process failed in a way that a retry would repeat."""
 EXIT_TAKEN = 75
@@ -33,7 +33,7 @@ class RowStatus:
     """What is known of a row right now."""
 
     spec: RowSpec
-    state: State
+    state: RowState
     stage: str | None = None
     step: int = 0
     ce: float | None = None
@@ -65,22 +65,22 @@ class Ledger:
         """Where a row is."""
         run = self.run(spec)
         record = read_record(run.path)
-        state: State = "failed" if record.get("state") == "failed" else "open"
+        state: RowState = "failed" if record.state == "failed" else "open"
         if is_complete(run.path, spec):
             state = "finished"
         elif run.is_held():
             state = "running"
-        last = _last_row(run.metrics_path)
+        last = _last_step(run.metrics_path)
         return RowStatus(
             spec=spec,
             state=state,
-            stage=record.get("stage"),
-            step=last.get("step", 0),
-            ce=last["ce"][-1] if last.get("ce") else None,
-            norm=last["norm"][-1] if last.get("norm") else None,
-            attempts=record.get("attempts", 0),
-            seconds=total_seconds(record),
-            error=record.get("error"),
+            stage=record.stage,
+            step=last.step if last else 0,
+            ce=last.ce[-1] if last and last.ce else None,
+            norm=last.final_norm if last else None,
+            attempts=record.attempts,
+            seconds=sum(record.seconds.values()),
+            error=record.error,
         )
 
     def check(self, spec: RowSpec) -> None:
@@ -98,7 +98,7 @@ class Ledger:
         run = self.run(spec)
         try:
             with run.locked():
-                write_record(run.path, {**read_record(run.path), "state": "failed", "error": error})
+                write_record(run.path, replace(read_record(run.path), state="failed", error=error))
         except RunError:
             return
 
@@ -108,72 +108,42 @@ class Ledger:
         return path.read_text("utf-8", errors="replace").splitlines()[-lines:] if path.exists() else []
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """row.json, or nothing where there is none that can be read."""
-    try:
-        return read_json(folder / "row.json")
-    except RunError:
-        return {}
+def read_record(folder: Path) -> RowRecord:
+    """What can be read of row.json."""
+    return read_as(folder / "row.json", RowRecord.from_json, {}) or RowRecord()
 
 
-def total_seconds(record: dict[str, Any]) -> float:
-    """Seconds of all stages of a row.json."""
-    seconds = record.get("seconds")
-    return float(sum(seconds.values())) if isinstance(seconds, dict) else 0.0
-
-
-def write_record(folder: Path, record: dict[str, Any]) -> None:
+def write_record(folder: Path, record: RowRecord) -> None:
     """Write row.json; only the holder of the row's lock may."""
-    write_json(folder / "row.json", {"schema_version": SCHEMA_VERSION, **record})
+    write_json(folder / "row.json", record.to_json())
 
 
 def is_complete(folder: Path, spec: RowSpec) -> bool:
     """Whether everything that is asked of a row is there."""
-    finished = read_record(folder).get("state") == "finished" and _is_readable(folder / "manifest.json")
+    finished = read_record(folder).state == "finished" and read_json(folder / "manifest.json", {}) is not None
     return finished and is_evaluated(folder, spec) and (not spec.audit or is_audited(folder, spec))
 
 
-def _is_readable(path: Path) -> bool:
-    try:
-        read_json(path)
-    except RunError:
-        return False
-    return True
-
-
 def is_evaluated(folder: Path, spec: RowSpec) -> bool:
-    """Whether there is a readable eval.json of the row's last step."""
-    return _measured_step(folder / "eval.json", "step") == spec.config.training.steps
+    """Whether there is a whole eval.json of the row's last step."""
+    problems: Problems = {}
+    found = read_as(folder / "eval.json", Evaluation.from_json, problems)
+    return found is not None and not problems and found.step == spec.config.training.steps
 
 
 def is_audited(folder: Path, spec: RowSpec) -> bool:
-    """Whether there is a readable audit.json of the row's last step."""
-    return _measured_step(folder / "audit.json", "model", "step") == spec.config.training.steps
+    """Whether there is a whole audit.json of the row's last step."""
+    problems: Problems = {}
+    found = read_as(folder / "audit.json", Audit.from_json, problems)
+    return found is not None and not problems and found.step == spec.config.training.steps
 
 
-def _measured_step(path: Path, *keys: str) -> object:
-    """The step a result was measured at, or None where there is no readable result."""
-    try:
-        value: Any = read_json(path)
-        for key in keys:
-            value = value[key]
-    except (RunError, KeyError, TypeError):
-        return None
-    return value
-
-
-def _last_row(path: Path) -> dict[str, Any]:
+def _last_step(path: Path) -> Logged | None:
     """The last whole line of metrics about a training step."""
-    if not path.exists():
-        return {}
+    if not path.is_file():
+        return None
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL), os.SEEK_SET)
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and row.get("kind") == "train":
-            return row
-    return {}
+        lines = file.read().splitlines()
+    steps = (last_logged(parse_line(line)) for line in reversed(lines))
+    return next((step for step in steps if step is not None), None)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from loopscope.experiments.claims import judge_all
-from loopscope.experiments.grid import update_differences
+from loopscope.experiments.documents import ClaimsRecord
+from loopscope.experiments.grid import read_grid, update_differences
 from loopscope.experiments.results import Results, read_results
 from loopscope.experiments.tables import all_tables, depths_csv
 from loopscope.runs import write_atomically, write_json
 
 
-def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, dict[str, Any]]:
-    """Write everything that follows from the rows; gives them, and the content of claims.json."""
+def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, ClaimsRecord]:
+    """Write everything that follows from the rows; gives them, and what claims.json holds."""
     results = read_results(out)
     if results.rows:
-        update_differences(out, bf16=any(_in_bf16(row.manifest) for row in results.rows))
-        results = read_results(out)
+        update_differences(out, bf16=any(row.choice("autocast") == "bfloat16" for row in results.rows))
+        results = replace(results, grid=read_grid(out))
+    for note in results.notes:
+        say(note)
     claims = judge_all(results)
-    write_json(out / "claims.json", claims)
+    write_json(out / "claims.json", claims.to_json())
     (out / "tables").mkdir(exist_ok=True)
     for table in all_tables(results, claims):
         table.write(out / "tables")
@@ -32,7 +35,3 @@ def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, dict[str, A
     else:
         draw_all(results, out / "figures")
     return results, claims
-
-
-def _in_bf16(manifest: dict[str, Any]) -> bool:
-    return any(choice["name"] == "autocast" and choice["value"] == "bfloat16" for choice in manifest.get("choices", ()))

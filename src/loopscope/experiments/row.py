@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
-from loopscope.experiments.grid import EXTRA_LOOPS, SCHEMA_VERSION, RowSpec
+from loopscope.experiments.grid import EXTRA_LOOPS, RowSpec
 from loopscope.experiments.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
@@ -32,7 +33,9 @@ from loopscope.experiments.ledger import (
     write_record,
 )
 from loopscope.machine import limit_cpu_isa
+from loopscope.readings import RowRecord
 from loopscope.runs import RunFolder, folder_written_whole, write_json
+from loopscope.scores import Evaluation
 
 if TYPE_CHECKING:
     from loopscope.data.packing import PackedTokens
@@ -64,22 +67,31 @@ def main(folder: str, spec_json: str, wait: str) -> int:
 def _run_noting(spec: RowSpec, run: RunFolder) -> int:
     if is_complete(run.path, spec):
         return EXIT_OK
-    record = read_record(run.path)
-    record |= {"name": spec.name, "condition": spec.condition, "recipe": spec.recipe, "seed": spec.seed}
-    record |= {"attempts": record.get("attempts", 0) + 1, "error": None, "threads": spec.config.training.threads}
-    record |= {"host": os.uname().nodename, "pid": os.getpid()}
-    say(f"attempt {record['attempts']} at {spec.name}")
+    before = read_record(run.path)
+    record = RowRecord(
+        name=spec.name,
+        condition=spec.condition,
+        recipe=spec.recipe,
+        seed=spec.seed,
+        state="running",
+        attempts=before.attempts + 1,
+        seconds=dict(before.seconds),
+        threads=spec.config.training.threads,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+    )
+    say(f"attempt {record.attempts} at {spec.name}")
     try:
         _run_stages(spec, run, record)
     except KeyboardInterrupt:
         say("interrupted")
-        write_record(run.path, {**record, "state": "open"})
+        write_record(run.path, replace(read_record(run.path), state="open"))
         return EXIT_INTERRUPTED
     except LoopscopeError as error:
         say(f"error: {error}")
-        write_record(run.path, {**record, "state": "failed", "error": str(error)})
+        write_record(run.path, replace(read_record(run.path), state="failed", error=str(error)))
         return EXIT_GIVEN_UP
-    write_record(run.path, {**record, "stage": None, "state": "finished"})
+    write_record(run.path, replace(read_record(run.path), stage=None, state="finished"))
     return EXIT_OK
 
 
@@ -87,8 +99,7 @@ class GuardStopError(LoopscopeError):
     """A guard stopped the training; it would do so again."""
 
 
-def _run_stages(spec: RowSpec, run: RunFolder, record: dict[str, Any]) -> None:
-    record.setdefault("seconds", {})
+def _run_stages(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
     with _stage(run, record, "training"):
         _copy_tokenizer(run)
         result = train_row(spec, run)
@@ -106,15 +117,15 @@ def _run_stages(spec: RowSpec, run: RunFolder, record: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _stage(run: RunFolder, record: dict[str, Any], name: str) -> Iterator[None]:
+def _stage(run: RunFolder, record: RowRecord, name: str) -> Iterator[None]:
     """Note the stage, and add its seconds to those of earlier attempts, however it ends."""
-    record |= {"state": "running", "stage": name}
-    write_record(run.path, record)
+    write_record(run.path, replace(record, stage=name))
     started = time.perf_counter()
     try:
         yield
     finally:
-        record["seconds"][name] = round(record["seconds"].get(name, 0.0) + time.perf_counter() - started, 3)
+        record.seconds[name] = round(record.seconds.get(name, 0.0) + time.perf_counter() - started, 3)
+        write_record(run.path, replace(record, stage=name))
 
 
 # --- the stages ------------------------------------------------------------------------------------------------------
@@ -149,21 +160,19 @@ def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
     setup, opened = set_up(spec.config.training), open_target(run.path)
     assert opened.tokenizer is not None, "training gave the row its tokenizer"
     depth, length = spec.config.model.num_loops + EXTRA_LOOPS, spec.config.sequence_length
-    splits = {
-        split: score_tokens(opened.model, tokens, depth, length, max_tokens=spec.eval_tokens).to_json()
-        for split, tokens in _splits(spec, opened)
-    }
-    result = {
-        "schema_version": SCHEMA_VERSION,
-        "step": spec.config.training.steps,
-        "tokenizer": opened.tokenizer.kind,
-        "num_loops": spec.config.model.num_loops,
-        "splits": splits,
-        "throughput": throughput(opened.model, opened.vocab_size, length),
-        "threads": torch.get_num_threads(),
-        "device": setup.device,
-    }
-    write_json(run.path / "eval.json", result)
+    result = Evaluation(
+        step=spec.config.training.steps,
+        tokenizer=opened.tokenizer.kind,
+        num_loops=spec.config.model.num_loops,
+        splits={
+            split: score_tokens(opened.model, tokens, depth, length, max_tokens=spec.eval_tokens)
+            for split, tokens in _splits(spec, opened)
+        },
+        throughput=throughput(opened.model, opened.vocab_size, length),
+        threads=torch.get_num_threads(),
+        device=setup.device,
+    )
+    write_json(run.path / "eval.json", result.to_json())
 
 
 def _splits(spec: RowSpec, opened: Opened) -> Iterator[tuple[str, PackedTokens]]:

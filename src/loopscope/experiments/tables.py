@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loopscope.config import changes_learning
 from loopscope.experiments.conditions import CONDITIONS, FACTORS, file_name
-from loopscope.experiments.grid import HOW_NOT_WHAT
-from loopscope.experiments.results import (
+from loopscope.experiments.documents import ClaimsRecord, Difference, Judgement, Measured
+from loopscope.experiments.results import Results, View, deviation, mean, shown
+from loopscope.readings import (
+    CHANCE,
+    AuditedLoop,
     Measure,
-    Results,
-    RowResult,
-    View,
-    clamps,
-    deviation,
+    Run,
     exit_failure,
     final_norm,
     final_perplexity,
-    finite,
-    mean,
-    raw_at,
-    shown,
+    is_raw_at,
+    norms_in_training,
+    perplexity_at,
+    radial_clamps,
 )
 from loopscope.runs import write_atomically
 
@@ -47,10 +46,11 @@ class Table:
     rows: list[list[str]]
     note: str = ""
 
-    def markdown(self) -> str:
-        """With a heading, and the note below."""
+    def markdown(self, *, heading: bool = True) -> str:
+        """With a heading, unless it has one where it goes, and the note below."""
         lines = [_markdown_row(self.header), "|" + "---|" * len(self.header), *map(_markdown_row, self.rows)]
-        return f"## {self.title}\n\n" + "\n".join(lines) + (f"\n\n{self.note}\n" if self.note else "\n")
+        title = f"## {self.title}\n\n" if heading else ""
+        return title + "\n".join(lines) + (f"\n\n{self.note}\n" if self.note else "\n")
 
     def csv(self) -> str:
         """Header and rows."""
@@ -76,14 +76,13 @@ class Table:
             write_atomically(folder / f"{self.name}.{ending}", text)
 
 
-def all_tables(results: Results, claims: dict[str, Any]) -> list[Table]:
+def all_tables(results: Results, claims: ClaimsRecord) -> list[Table]:
     """Every table of every recipe; those of another recipe than the paper's carry its name."""
     tables = []
     for recipe in results.recipes():
         view = results.view(recipe)
         made = [make(view) for make in MAKERS]
-        listed = [claim for claim in claims["claims"] if claim["recipe"] == recipe and claim["split"] == "valid"]
-        made += [claims_table(listed), differences_table(results.grid["recipes"][recipe]["differences"])]
+        made += [claims_table(claims.of(recipe, "valid")), differences_table(results.grid.recipes[recipe].differences)]
         tables += made if recipe == "paper" else [_renamed(table, recipe) for table in made]
     return tables
 
@@ -101,20 +100,25 @@ def main_table(view: View) -> Table:
     rows = []
     for name in view.conditions():
         test = View("test", view.rows)
-        bits = view.each(name, lambda row, split: row.score(split, row.num_loops, "bits_per_byte"))
+        bits = view.each(name, _final_bits)
         cells = [view.each(name, final_perplexity), test.each(name, final_perplexity), bits]
         cells += [view.each(name, exit_failure), view.each(name, final_norm)]
         rows.append(
             [_title(name), str(len(view.of(name))), *(_cell(cell.values()) for cell in cells), _audits(view, name)]
         )
-    tokenizers = sorted({row.evaluation["tokenizer"] for row in view.rows})
+    tokenizers = sorted({row.evaluation.tokenizer for row in view.rows if row.evaluation})
     note = f"Mean ± standard deviation over n seeds. Perplexity per token of the {', '.join(tokenizers)} tokenizer."
     return Table("main", "Main results", header, rows, note)
 
 
+def _final_bits(row: Run, split: str) -> float | None:
+    full = row.depth(row.num_loops, split)
+    return full.bits_per_byte if full else None
+
+
 def norms_in_training_table(view: View) -> Table:
     """‖H_K‖ while training: whether a norm is still on its way."""
-    steps = sorted({step for row in view.rows for step in row.norms_in_training})
+    steps = sorted({step for row in view.rows for step in norms_in_training(row)})
     at = {step: _norm_at(step) for step in steps}
     rows = [
         [_title(name), *(_cell(view.each(name, at[step]).values()) for step in steps)] for name in view.conditions()
@@ -128,7 +132,7 @@ def norms_in_training_table(view: View) -> Table:
 
 
 def _norm_at(step: int) -> Measure:
-    return lambda row, split: finite(row.norms_in_training.get(step))
+    return lambda row, split: norms_in_training(row).get(step)
 
 
 def radial_gradient_table(view: View) -> Table:
@@ -137,36 +141,33 @@ def radial_gradient_table(view: View) -> Table:
     rows = []
     for name in view.conditions():
         first = next(iter(view.of(name).values()))
-        hidden = "raw" if raw_at(first, first.num_loops) else "norm"
-        kind = "raw, norm at K" if raw_at(first, 1) and hidden == "norm" else hidden
-        shares = [_cell(_of_loop(view, name, k, "radial_gradient_share")) for k in loops]
+        at_first, at_last = is_raw_at(first, 1), is_raw_at(first, first.num_loops)
+        kind = "raw" if at_last else "raw, norm at K" if at_first else "norm"
+        shares = [_cell(_of_loop(view, name, k, lambda loop: loop.radial_gradient_share)) for k in loops]
         rows.append([_title(name), kind, *shares])
     header = ["condition", "readout", *(f"loop {k}" for k in loops)]
-    width = next((row.width for row in view.rows), 1)
-    note = f"Median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖‖h‖). A random direction has 0.8/√d = {0.8 / width**0.5:.3f}."
+    chance = CHANCE / next((row.width for row in view.rows), 1) ** 0.5
+    note = f"Median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖‖h‖). A random direction has {CHANCE}/√d = {chance:.3f}."
     return Table("radial_gradient", "Radial gradient share", header, rows, note)
 
 
 def radial_clamp_table(view: View) -> Table:
     """What removing or freezing the growth of scale costs at inference."""
-    names = list(dict.fromkeys(clamp["name"] for row in view.rows for clamp in clamps(row)))
+    names = list(dict.fromkeys(name for row in view.rows for name in radial_clamps(row)))
     rows = []
     for condition in view.conditions():
-        deltas: dict[str, list[float]] = {name: [] for name in names}
-        for row in view.of(condition).values():
-            for clamp in clamps(row):
-                deltas[clamp["name"]].append(clamp["delta_ce"])
-        rows.append([_title(condition), *(_cell(deltas[name], signed=True) for name in names)])
+        found = [radial_clamps(row) for row in view.of(condition).values()]
+        rows.append([_title(condition), *(_cell((each.get(name) for each in found), signed=True) for name in names)])
     note = "ΔCE in nats at full depth, with its sign: above zero, the intervention costs something."
     return Table("radial_clamp", "Radial clamp", ["condition", *names], rows, note)
 
 
 def variable_depth_table(view: View) -> Table:
     """Perplexity of exits, also beyond the trained depth."""
-    depths = sorted({depth["k"] for row in view.rows for depth in row.evaluation["splits"]["valid"]["depths"]})
+    depths = sorted({depth.k for row in view.rows for depth in row.depths})
     rows = []
     for name in view.conditions():
-        by_depth = [[row.score(view.split, k, "perplexity") for row in view.of(name).values()] for k in depths]
+        by_depth = [[perplexity_at(row, k, view.split) for row in view.of(name).values()] for k in depths]
         rows.append([_title(name), *(_cell(values) for values in by_depth)])
     trained = ", ".join(sorted({str(row.num_loops) for row in view.rows}))
     note = f"Validation perplexity when exiting after loop K; trained at K = {trained}."
@@ -177,14 +178,14 @@ def token_norms_table(view: View) -> Table:
     """How norms are spread over tokens at full depth."""
     rows = []
     for name in view.conditions():
-        columns: list[list[float]] = [[] for _ in range(len(QUANTILES) + 1)]
+        columns: list[list[float | None]] = [[] for _ in range(len(QUANTILES) + 1)]
         for row in view.of(name).values():
-            for loop in row.loops():
-                quantiles = loop.get("norm_quantiles") or [None]
-                if loop["k"] == row.num_loops and None not in quantiles:
-                    ratio = quantiles[-1] / quantiles[2] if quantiles[2] else math.nan
-                    for column, value in zip(columns, [*quantiles, ratio], strict=True):
-                        column.append(value)
+            last = row.audit.loops.get(row.num_loops) if row.audit else None
+            quantiles = [value for value in last.norm_quantiles if value is not None] if last else []
+            if len(quantiles) == len(QUANTILES):
+                ratio = quantiles[-1] / quantiles[2] if quantiles[2] else None
+                for column, value in zip(columns, [*quantiles, ratio], strict=True):
+                    column.append(value)
         rows.append([_title(name), *(_cell(column) for column in columns)])
     note = "‖h‖ of single tokens after loop K, from the audit's text."
     header = ["condition", *QUANTILES, "largest / median"]
@@ -193,7 +194,12 @@ def token_norms_table(view: View) -> Table:
 
 def residual_updates_table(view: View) -> Table:
     """What a loop adds along the state and across it."""
-    fields = ("scale", "radial_update", "tangential_update", "angular_step", "angular_step_times_scale")
+    fields: list[OfLoop] = [
+        lambda loop: loop.scale,
+        lambda loop: loop.radial_update,
+        lambda loop: loop.tangential_update,
+    ]
+    fields += [lambda loop: loop.angular_step, lambda loop: loop.angular_step_times_scale]
     rows = []
     for name in view.conditions():
         for k in _trained_loops(view):
@@ -205,7 +211,7 @@ def residual_updates_table(view: View) -> Table:
 
 def fixed_and_varied_table(view: View) -> Table:
     """Every field of the resolved configurations: what varied, by condition, and what was fixed."""
-    values: dict[str, dict[str, list[RowResult]]] = {}
+    values: dict[str, dict[str, list[Run]]] = {}
     for row in view.rows:
         for section, fields in row.config.items():
             for name, value in fields.items():
@@ -226,21 +232,21 @@ ONLY_FACTORS = "Only the named factors and the seed vary; everything else is equ
 
 def unexpected_variation(fields: Iterable[str]) -> list[str]:
     """Fields that vary and are neither a condition's factor, nor the seed, nor how a row was run."""
-    expected = {*FACTORS, "seed", *HOW_NOT_WHAT}
-    return [field for field in fields if field.split(".")[1] not in expected]
+    names = {field: field.split(".")[1] for field in fields}
+    return [field for field, name in names.items() if changes_learning(name) and name not in (*FACTORS, "seed")]
 
 
-def claims_table(claims: list[dict[str, Any]]) -> Table:
+def claims_table(claims: list[Judgement]) -> Table:
     """Each claim with our value, the paper's, and the verdict."""
     rows = []
     for claim in claims:
-        told = [quantity for quantity in claim["quantities"] if quantity["headline"] and quantity["n"]]
-        ours = "; ".join(f"{quantity['name']}: {measured(quantity)}" for quantity in told)
-        paper = "; ".join(f"{value['value']} [{value['source']}]" for value in claim["paper"])
-        verdict = claim["verdict"] if claim["quantities"] else f"{claim['verdict']}: {claim['reason']}"
-        absent = [quantity["name"] for quantity in claim["quantities"] if quantity["rule"] and not quantity["n"]]
+        told = [quantity for quantity in claim.quantities if quantity.headline and quantity.n]
+        ours = "; ".join(f"{quantity.name}: {measured(quantity)}" for quantity in told)
+        paper = "; ".join(f"{value.value} [{value.source}]" for value in claim.paper)
+        verdict = claim.verdict if claim.quantities else f"{claim.verdict}: {claim.reason}"
+        absent = [quantity.name for quantity in claim.quantities if quantity.rule and not quantity.n]
         verdict += f" (missing: {'; '.join(absent)})" if absent and told else ""
-        rows.append([claim["id"], claim["title"], claim["rule"], ours or "–", paper, verdict])
+        rows.append([claim.id, claim.title, claim.rule, ours or "–", paper, verdict])
     header = ["", "claim", "rule", "here (validation text)", "paper", "verdict"]
     note = (
         "Here: mean over seeds [95 % bootstrap interval; of two or three seeds that is their range], n seeds. "
@@ -249,12 +255,12 @@ def claims_table(claims: list[dict[str, Any]]) -> Table:
     return Table("claims", "Claims", header, rows, note)
 
 
-def measured(quantity: dict[str, Any]) -> str:
+def measured(quantity: Measured) -> str:
     """Mean, interval and n of a quantity of claims.json."""
-    sign = "+" if quantity["name"].endswith("with its sign") else ""
-    low, middle, high = (shown(quantity[name], sign=sign) for name in ("low", "mean", "high"))
-    interval = "" if quantity["low"] is None else f" [{low}, {high}]"
-    return f"{middle}{interval}, n = {quantity['n']}"
+    sign = "+" if quantity.signed else ""
+    low, middle, high = (shown(value, sign=sign) for value in (quantity.low, quantity.mean, quantity.high))
+    interval = "" if quantity.low is None else f" [{low}, {high}]"
+    return f"{middle}{interval}, n = {quantity.n}"
 
 
 def depths_csv(results: Results) -> str:
@@ -264,15 +270,16 @@ def depths_csv(results: Results) -> str:
     names = ("ce", "perplexity", "bits_per_byte", "norm")
     writer.writerow(["condition", "recipe", "seed", "split", "loops", *names])
     for row in results.rows:
-        for split, scores in row.evaluation["splits"].items():
-            for depth in scores["depths"]:
-                writer.writerow([row.condition, row.recipe, row.seed, split, depth["k"], *(depth[n] for n in names)])
+        for split, scores in row.splits.items():
+            for depth in scores.depths:
+                values = (depth.ce, depth.perplexity, depth.bits_per_byte, depth.norm)
+                writer.writerow([row.condition, row.recipe, row.seed, split, depth.k, *values])
     return text.getvalue()
 
 
-def differences_table(differences: list[dict[str, str]]) -> Table:
+def differences_table(differences: list[Difference]) -> Table:
     """Everything that is not as in the paper."""
-    rows = [[difference["field"], difference["paper"], difference["here"]] for difference in differences]
+    rows = [[difference.field, difference.paper, difference.here] for difference in differences]
     return Table("differences", "Differences from the paper", ["", "paper", "here"], rows)
 
 
@@ -292,7 +299,7 @@ MAKERS: tuple[Callable[[View], Table], ...] = (
 
 
 def _cell(values: Iterable[float | None], *, signed: bool = False) -> str:
-    known = [value for value in map(finite, values) if value is not None]
+    known = [value for value in values if value is not None]
     if not known:
         return "–"
     sign = "+" if signed and mean(known) > 0 else ""
@@ -310,12 +317,15 @@ def _trained_loops(view: View) -> range:
     return range(1, max((row.num_loops for row in view.rows), default=0) + 1)
 
 
-def _of_loop(view: View, condition: str, k: int, field: str) -> list[float | None]:
-    return [finite(loop.get(field)) for row in view.of(condition).values() for loop in row.loops() if loop["k"] == k]
+OfLoop = Callable[[AuditedLoop], float | None]
+
+
+def _of_loop(view: View, condition: str, k: int, of: OfLoop) -> list[float | None]:
+    return [of(row.audit.loops[k]) for row in view.of(condition).values() if row.audit and k in row.audit.loops]
 
 
 def _audits(view: View, name: str) -> str:
-    verdicts = [row.audit["verdict"] for row in view.of(name).values() if row.audit]
+    verdicts = [row.verdict for row in view.of(name).values() if row.audit]
     kinds = list(dict.fromkeys(verdicts))
     return kinds[0] if len(kinds) == 1 else ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds) or "–"
 
@@ -326,7 +336,7 @@ def _plain(name: str, value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _who(field: str, found: dict[str, list[RowResult]]) -> str:
+def _who(field: str, found: dict[str, list[Run]]) -> str:
     if field == "training.seed":
         return ", ".join(found)
     parts = []

@@ -21,9 +21,9 @@ from markupsafe import Markup
 
 from loopscope.errors import ConfigError, UnsupportedError
 from loopscope.report import figures, sections
-from loopscope.report.charts import Chart
+from loopscope.report.charts import Chart, plain
 from loopscope.report.grouping import Group, compare, group_runs
-from loopscope.report.records import Inputs, read_inputs
+from loopscope.report.inputs import Inputs, read_inputs
 from loopscope.report.verdict import Verdict, judge
 from loopscope.runs import write_atomically
 
@@ -156,7 +156,7 @@ def render(inputs: Inputs, title: str | None = None) -> Page:
             differences=sections.differences(inputs.reproductions),
             commands=sections.commands(inputs.reproductions),
             runs=sections.run_views(groups),
-            problems=[f"{r.name}: {problem}" for r in inputs.reproductions for problem in r.problems],
+            problems=[f"{r.name}: {name} {what}" for r in inputs.reproductions for name, what in r.problems.items()],
         )
     )
     whole = html.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a file is no text
@@ -221,10 +221,12 @@ def _title(inputs: Inputs) -> str:
 
 @cache
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["plain"] = plain
+    return environment

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loopscope.readings import Run
 from loopscope.report.grouping import ABSENT, Group
-from loopscope.report.records import Run
 
 MOST_POINTS = 300
 """Points of a line; a longer one keeps first, last, and the extremes between."""

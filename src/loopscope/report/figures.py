@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from loopscope.readings import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, Run, exit_failure, final_norm
 from loopscope.report.charts import (
     Axis,
     Chart,
@@ -21,17 +22,13 @@ from loopscope.report.charts import (
     values_of,
 )
 from loopscope.report.grouping import Group
-from loopscope.report.records import Run
 from loopscope.report.series import (
-    HIDDEN_SHARE,
     OfDepth,
-    alpha_changes,
+    alphas,
     at_depths,
     audited,
     common,
     each_run,
-    largest,
-    last,
     lines_of,
     quality,
     shares,
@@ -39,8 +36,6 @@ from loopscope.report.series import (
     while_training,
 )
 
-EXIT_WIDTH = 0.1
-"""Nats around 0 that the plane of exits and norms shows on a linear scale."""
 ALPHA_WIDTH = 0.01
 ALPHA_SHOWN = 1.0
 """Nats to both sides that the α-sweep always shows: what the loss hardly notices looks flat."""
@@ -49,8 +44,6 @@ ONE_SIZE = 10.0
 """Times the smallest growth that the largest may be for both to be read off a linear axis."""
 FRAME = 3.0
 """Times the worst full depth that the charts of quality reach up to."""
-CHANCE = 0.8
-"""Median |cos| of two directions picked by chance, times √width."""
 
 LOOP = Axis("loop", whole=True)
 STEP = Axis("training step")
@@ -63,9 +56,9 @@ NEEDS_METRICS = "no run has logged a step yet."
 
 def plane(groups: Sequence[Group]) -> Chart:
     """Exit failure against final norm: the two things that loss placement and readout move separately (Figure 1)."""
-    points = lines_of(groups, lambda run: [(run.final_norm, run.exit_failure)] if run.final_norm else [])
+    points = lines_of(groups, lambda run: [(norm, exit_failure(run))] if (norm := final_norm(run)) else [])
     x = Axis("final norm ‖h_K‖", "log", shows=(3.0, 300.0))
-    y = Axis("CE(1) − CE(K), nats per token", "signed-log", width=EXIT_WIDTH, shows=(-EXIT_WIDTH, 1.0))
+    y = Axis("CE(1) − CE(K), nats per token", "signed-log", width=LINEAR_BELOW, shows=(-LINEAR_BELOW, 1.0))
     traces = line_traces(points, x, y, mode="markers")
     for trace in traces:
         trace["marker"] |= {"size": 13, "line": {"width": 2 if trace["marker"]["symbol"].endswith("-open") else 1}}
@@ -81,7 +74,7 @@ def plane(groups: Sequence[Group]) -> Chart:
             [[point.label, *_plane_cells(point.run)] for point in points],
         ),
         missing=NEEDS_EVAL,
-        note=f"Vertical axis: linear within ±{EXIT_WIDTH} nats, logarithmic beyond.",
+        note=f"Vertical axis: linear within ±{LINEAR_BELOW} nats, logarithmic beyond.",
     )
 
 
@@ -102,7 +95,7 @@ def norm_over_loops(groups: Sequence[Group]) -> Chart:
 
 def norm_over_training(groups: Sequence[Group]) -> Chart:
     """‖h_K‖ of the training batches, step by step."""
-    lines = lines_of(groups, while_training("norm", last))
+    lines = lines_of(groups, while_training(lambda row: row.final_norm))
     y = Axis("norm ‖h_K‖", "log")
     return Chart(
         name="norm-training",
@@ -134,7 +127,7 @@ def share_over_loops(groups: Sequence[Group]) -> Chart:
 
 def share_over_training(groups: Sequence[Group]) -> Chart:
     """The largest radial gradient share of the supervised loops, step by step."""
-    lines = lines_of(groups, while_training("radial_gradient_share", largest))
+    lines = lines_of(groups, while_training(lambda row: row.largest_share))
     return Chart(
         name="share-training",
         title="That share while training",
@@ -149,7 +142,7 @@ def share_over_training(groups: Sequence[Group]) -> Chart:
 
 def alpha_sweep(groups: Sequence[Group]) -> Chart:
     """Change of CE when the final state is multiplied by α before it is read out."""
-    lines = lines_of(groups, alpha_changes)
+    lines = lines_of(groups, alphas)
     x = Axis("α, factor on the state", "log")
     y = Axis("change of CE, nats per token", "signed-log", width=ALPHA_WIDTH, shows=(-ALPHA_SHOWN, ALPHA_SHOWN))
     return Chart(
@@ -168,7 +161,7 @@ def alpha_sweep(groups: Sequence[Group]) -> Chart:
 
 def scale_over_loops(groups: Sequence[Group]) -> Chart:
     """s_k far beyond the trained depth."""
-    lines = lines_of(groups, audited("scale"))
+    lines = lines_of(groups, audited(lambda loop: loop.scale))
     y = Axis("scale s_k", "log")
     return Chart(
         name="activity-scale",
@@ -184,8 +177,8 @@ def scale_over_loops(groups: Sequence[Group]) -> Chart:
 
 def increments(groups: Sequence[Group]) -> Chart:
     """Measured growth of scale per loop against what one inner product predicts (the estimator of the paper)."""
-    measured = lines_of(groups, audited("radial_increment"), "measured")
-    predicted = lines_of(groups, audited("predicted_increment"), "predicted")
+    measured = lines_of(groups, audited(lambda loop: loop.radial_increment), "measured")
+    predicted = lines_of(groups, audited(lambda loop: loop.predicted_increment), "predicted")
     both = sorted([*measured, *predicted], key=lambda line: (line.group.index, line.run.name, line.part))
     y = _growth_axis([value for value in values_of(both) if value is not None])
     traces = [*line_traces(predicted, LOOP, y, mode="lines"), *line_traces(measured, LOOP, y, mode="markers")]
@@ -204,7 +197,7 @@ def increments(groups: Sequence[Group]) -> Chart:
 
 def angular_motion(groups: Sequence[Group]) -> Chart:
     """‖u_{k+1} − u_k‖·s_k: about constant where direction slows down as scale grows (Lemma 2)."""
-    lines = lines_of(groups, audited("angular_step_times_scale"))
+    lines = lines_of(groups, audited(lambda loop: loop.angular_step_times_scale))
     y = Axis("angular step × scale", "log")
     return Chart(
         name="activity-angle",
@@ -242,9 +235,9 @@ def frontier(groups: Sequence[Group]) -> Chart:
 
 
 def _plane_cells(run: Run) -> list[str]:
-    depths = run.at_depth(1), run.at_depth(run.num_loops)
+    depths = run.depth(1), run.depth(run.num_loops)
     ces = [plain(depth.ce if depth else None) for depth in depths]
-    return [*ces, plain(run.exit_failure), plain(run.final_norm), run.depths_from]
+    return [*ces, plain(exit_failure(run)), plain(final_norm(run)), run.depths_from]
 
 
 def _growth_axis(values: Sequence[float]) -> Axis:
@@ -258,14 +251,14 @@ def _growth_axis(values: Sequence[float]) -> Axis:
 def _trained_depth(groups: Sequence[Group], lines: Sequence[Line]) -> list[dict[str, Any]]:
     """A line at the trained depth, where all runs share one and something lies beyond it."""
     depth = common(groups, lambda run: run.num_loops)
-    if depth is None or not any(max(line.xs) > depth for line in lines):
+    if not depth or not any(max(line.xs) > depth for line in lines):
         return []
     return [level(LOOP, depth, "trained depth", along="y")]
 
 
 def _frame(lines: Sequence[Line], groups: Sequence[Group], of: OfDepth, name: str) -> tuple[float | None, str]:
     """Where the frame ends when exits far worse than any full depth would flatten all else, and the words for it."""
-    full = [depth for _, run in each_run(groups) if (depth := run.at_depth(run.num_loops)) is not None]
+    full = [depth for _, run in each_run(groups) if (depth := run.depth(run.num_loops)) is not None]
     worst = max((value for depth in full if (value := of(depth)) is not None), default=None)
     highest = max((value for value in values_of(lines) if value is not None), default=0.0)
     if worst is None or highest <= FRAME * worst:

@@ -7,20 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopscope.experiments.conditions import CONDITIONS, FACTORS
-from loopscope.report.files import mapping, number, shown, words
-from loopscope.report.records import Run
+from loopscope.config import changes_learning
+from loopscope.experiments.conditions import CONDITIONS, FACTORS, RECIPES
+from loopscope.files import number, setting, words
+from loopscope.readings import Run
 
-HOW_IT_WAS_RUN = frozenset(
-    {"log_every", "eval_every", "eval_tokens", "save_every", "keep_last", "track", "threads", "compile", "shard"}
-    | {"max_skips", "max_rollbacks", "spike_factor", "on_blind_spot", "checkpoint_loops"}
-)
-"""Fields that say how a run was run and watched, not what it learned."""
 NAMED = {"readout": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "final-only": "final-only norm"}}
-TITLES = {
-    tuple(getattr(condition, name) for name in FACTORS): condition.title.split(" + ", 1)[1]
-    for condition in CONDITIONS.values()
-}
+KINDS = {tuple(getattr(condition, name) for name in FACTORS): condition.kind for condition in CONDITIONS.values()}
 NUM_COLOURS = 8
 DASHES = ("solid", "dot", "dash", "dashdot", "longdash")
 PLACEMENTS = ("per-loop", "terminal", "gated", "weighted", "last-n")
@@ -52,13 +45,23 @@ class Group:
         return self.placement != PLACEMENTS[0]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What sees or removes the scale, and what else such a run does differently from most."""
+
+    name: str
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.variant})" if self.variant else self.name
+
+
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Runs of one condition together, in the order of the paper's tables."""
     variants = _variants(runs)
-    members: dict[tuple[str, str], list[Run]] = {}
+    members: dict[tuple[str, Kind], list[Run]] = {}
     for run, variant in zip(runs, variants, strict=True):
-        kind = _kind(run, _penalties(runs)) + (f" ({variant})" if variant else "")
-        members.setdefault((placement_of(run), kind), []).append(run)
+        members.setdefault((placement_of(run), Kind(_kind(run, _penalties(runs)), variant)), []).append(run)
     kinds = sorted({kind for _, kind in members}, key=_rank)
     placements = sorted({placement for placement, _ in members}, key=lambda p: (_place(PLACEMENTS, p), p))
     keys = sorted(members, key=lambda key: (kinds.index(key[1]), placements.index(key[0])))
@@ -67,7 +70,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             index=index,
             label=f"{placement} + {kind}",
             placement=placement,
-            kind=kind,
+            kind=str(kind),
             runs=sorted(members[placement, kind], key=lambda run: (run.seed or 0, run.name)),
             colour=_colour(kind, kinds) % NUM_COLOURS,
             symbol=SYMBOLS[_colour(kind, kinds) % len(SYMBOLS)],
@@ -80,6 +83,11 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 def placement_of(run: Run) -> str:
     """Where its loss is placed."""
     return words(run.setting("objective", "placement")) or "unknown loss"
+
+
+def recipe_of(run: Run) -> str:
+    """The recipe of a row of a grid; empty where it is the paper's or none is named."""
+    return "" if run.recipe == RECIPES[0] else run.recipe
 
 
 # --- what was fixed and what varied ----------------------------------------------------------------------------------
@@ -117,26 +125,26 @@ def compare(groups: Sequence[Group]) -> Factors:
             continue
         named = [[settings[run.name].get(name) for run in group.runs if run.name in settings] for group in groups]
         per_group = [_joined([value for value in values if value is not None]) for values in named]
-        varied.append(Factor(name, per_group, name.rpartition(".")[2] not in HOW_IT_WAS_RUN))
+        varied.append(Factor(name, per_group, changes_learning(name.rpartition(".")[2])))
     return Factors(fixed, varied)
 
 
 def _settings(run: Run) -> dict[str, str]:
     """All settings of a run by name, with what its manifest says of data and machine."""
     settings = {
-        f"{section}.{name}": shown(value) for section, part in run.config.items() for name, value in part.items()
+        f"{section}.{name}": setting(value) for section, part in run.config.items() for name, value in part.items()
     }
-    data, versions = mapping(run.manifest.get("data")), mapping(run.manifest.get("versions"))
+    manifest, data, versions = run.manifest.values, run.manifest.part("data"), run.manifest.part("versions")
     extra = {
-        "parameters": run.manifest.get("parameters"),
-        "data.corpus_sha256": words(data.get("corpus_sha256"))[:SHA_DIGITS] or None,
-        "data.tokenizer_sha256": words(data.get("tokenizer_sha256"))[:SHA_DIGITS] or None,
-        "machine.system": run.manifest.get("system"),
-        "machine.threads": run.manifest.get("threads"),
-        "machine.torch": versions.get("torch"),
-        "machine.loopscope": versions.get("loopscope"),
+        "parameters": manifest.get("parameters"),
+        "data.corpus_sha256": data.text("corpus_sha256")[:SHA_DIGITS] or None,
+        "data.tokenizer_sha256": run.tokenizer_sha256[:SHA_DIGITS] or None,
+        "machine.system": manifest.get("system"),
+        "machine.threads": manifest.get("threads"),
+        "machine.torch": versions.values.get("torch"),
+        "machine.loopscope": versions.values.get("loopscope"),
     }
-    return settings | {name: shown(value) for name, value in extra.items() if value is not None}
+    return settings | {name: setting(value) for name, value in extra.items() if value is not None}
 
 
 def _joined(values: list[str]) -> str:
@@ -152,7 +160,7 @@ def _kind(run: Run, penalties: set[float]) -> str:
     factors = tuple(
         run.setting("objective" if name in ("placement", "norm_penalty") else "model", name) for name in FACTORS
     )
-    title = TITLES.get(factors) if all(isinstance(factor, str | float | int) for factor in factors) else None
+    title = KINDS.get(factors) if all(isinstance(factor, str | float | int) for factor in factors) else None
     if title is not None and len(penalties) <= 1:
         return title
     readout = words(run.setting("model", "readout")) or "unknown readout"
@@ -173,16 +181,18 @@ def _penalties(runs: Sequence[Run]) -> set[float]:
 
 def _variants(runs: Sequence[Run]) -> list[str]:
     """For each run what else, besides condition and seed, it does differently from most; empty for most."""
-    told = {*FACTORS, "scale_anchor", "seed", *HOW_IT_WAS_RUN}
+    told = {*FACTORS, "scale_anchor", "seed"}
     others = [_others(run, told) for run in runs]
-    known = [(run.recipe, tuple(sorted(other.items()))) for run, other in zip(runs, others, strict=True) if run.config]
+    known = [
+        (recipe_of(run), tuple(sorted(other.items()))) for run, other in zip(runs, others, strict=True) if run.config
+    ]
     if len({other for _, other in known}) <= 1:
-        return [run.recipe for run in runs] if len({run.recipe for run in runs}) > 1 else ["" for _ in runs]
+        return [recipe_of(run) for run in runs] if len({recipe_of(run) for run in runs}) > 1 else ["" for _ in runs]
     usual = Counter([other for recipe, other in known if not recipe] or [other for _, other in known])
     most = min(usual, key=lambda other: (-usual[other], other))
     common = dict(most)
     different = [_difference(other, common) if run.config else [] for run, other in zip(runs, others, strict=True)]
-    short = [run.recipe or _listed(fields, MOST_NAMED) for run, fields in zip(runs, different, strict=True)]
+    short = [recipe_of(run) or _listed(fields, MOST_NAMED) for run, fields in zip(runs, different, strict=True)]
     if len(set(short)) == len({tuple(fields) for fields in different}):
         return short
     return [_listed(fields, len(fields)) for fields in different]
@@ -190,7 +200,7 @@ def _variants(runs: Sequence[Run]) -> list[str]:
 
 def _others(run: Run, told: set[str]) -> dict[str, str]:
     fields: dict[str, Any] = {name: value for part in run.config.values() for name, value in part.items()}
-    return {name: shown(value) for name, value in fields.items() if name not in told}
+    return {name: setting(value) for name, value in fields.items() if changes_learning(name) and name not in told}
 
 
 def _difference(other: dict[str, str], common: dict[str, str]) -> list[str]:
@@ -207,17 +217,15 @@ def _place(order: Sequence[str], item: str) -> int:
     return order.index(item) if item in order else len(order)
 
 
-def _rank(kind: str) -> tuple[int, int, str]:
+def _rank(kind: Kind) -> tuple[bool, int, str]:
     """Named kinds first, variants after them, the rest by name."""
-    plain, _, variant = kind.partition(" (")
-    return (int(bool(variant)), _place(ORDER, plain), kind)
+    return (bool(kind.variant), _place(ORDER, kind.name), str(kind))
 
 
-def _colour(kind: str, kinds: Sequence[str]) -> int:
+def _colour(kind: Kind, kinds: Sequence[Kind]) -> int:
     """The fixed colour of a named kind; further kinds take the colours that are left."""
-    if kind in ORDER:
-        return ORDER.index(kind)
-    used = {ORDER.index(other) for other in kinds if other in ORDER}
-    free = [colour for colour in range(NUM_COLOURS) if colour not in used] or list(range(NUM_COLOURS))
-    rest = [other for other in kinds if other not in ORDER]
-    return free[rest.index(kind) % len(free)]
+    fixed = {other: ORDER.index(other.name) for other in kinds if other.name in ORDER and not other.variant}
+    if kind in fixed:
+        return fixed[kind]
+    free = [colour for colour in range(NUM_COLOURS) if colour not in fixed.values()] or list(range(NUM_COLOURS))
+    return free[[other for other in kinds if other not in fixed].index(kind) % len(free)]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
+from loopscope.readings import AuditedLoop, Logged, Run, alpha_changes, shares_by_loop
 from loopscope.report.charts import Line, Table, plain
-from loopscope.report.files import integer, mapping, mappings, number, numbers
 from loopscope.report.grouping import Group
-from loopscope.report.records import Depth, Run
+from loopscope.scores import Depth, Split
 
 Points = list[tuple[float, float | None]]
 OfDepth = Callable[[Depth], float | None]
-HIDDEN_SHARE = 1e-3
-"""Radial gradient share below which a loss does not see the scale: that of `auditing.monitor`, which needs torch."""
 
 
 def each_run(groups: Sequence[Group]) -> list[tuple[Group, Run]]:
@@ -36,56 +33,27 @@ def at_depths(of: OfDepth) -> Callable[[Run], Points]:
     return lambda run: [(depth.k, of(depth)) for depth in run.depths]
 
 
-def while_training(name: str, of: Callable[[list[float | None]], float | None]) -> Callable[[Run], Points]:
-    """A quantity that training logs per loop, as one value per step."""
-
-    def points(run: Run) -> Points:
-        rows = [(integer(row.get("step")), numbers(row.get(name))) for row in run.train]
-        return [(step, of(values)) for step, values in rows if step is not None and values]
-
-    return points
+def while_training(of: Callable[[Logged], float | None]) -> Callable[[Run], Points]:
+    """A quantity that training logs, by step."""
+    return lambda run: [(row.step, of(row)) for row in run.train]
 
 
-def audited(name: str) -> Callable[[Run], Points]:
+def audited(of: Callable[[AuditedLoop], float | None]) -> Callable[[Run], Points]:
     """A quantity that the audit gives per loop."""
-    return lambda run: [(k, value) for k, row in run.audit_loops if (value := number(row.get(name))) is not None]
+    return lambda run: [(loop.k, value) for loop in run.loops if (value := of(loop)) is not None]
 
 
 def shares(run: Run) -> Points:
-    """Radial gradient share per loop: the audit's, or the last that training logged."""
-    known = audited("radial_gradient_share")(run)
-    if known or not run.train:
-        return known
-    last = run.train[-1]
-    pairs = zip(numbers(last.get("loops")), numbers(last.get("radial_gradient_share")), strict=False)
-    return [(k, share) for loop, share in pairs if (k := integer(loop)) is not None and share is not None]
+    """Radial gradient share per loop."""
+    return list(shares_by_loop(run).items())
 
 
-def alpha_changes(run: Run) -> Points:
-    """α and the change of CE at the trained depth, against the α nearest to 1."""
-    sweep = mapping(run.audit.get("alpha_sweep"))
-    rows = mappings(sweep.get("loops"))
-    trained = [row for row in rows if integer(row.get("k")) == run.num_loops] or rows
-    ces = numbers(trained[-1].get("ce")) if trained else []
-    pairs = zip(numbers(sweep.get("alphas")), ces, strict=False)
-    known = [(alpha, ce) for alpha, ce in pairs if alpha is not None and alpha > 0 and ce is not None]
-    if not known:
-        return []
-    _, base = min(known, key=lambda point: abs(math.log(point[0])))
-    return [(alpha, ce - base) for alpha, ce in known]
+def alphas(run: Run) -> Points:
+    """α and the change of CE at the trained depth."""
+    return list(alpha_changes(run).items())
 
 
-def largest(values: list[float | None]) -> float | None:
-    """The largest value that is one."""
-    return max((value for value in values if value is not None), default=None)
-
-
-def last(values: list[float | None]) -> float | None:
-    """The value of the last loop."""
-    return values[-1]
-
-
-def common(groups: Sequence[Group], of: Callable[[Run], int | None]) -> int | None:
+def common(groups: Sequence[Group], of: Callable[[Run], int]) -> int | None:
     """What all runs agree on, or None."""
     found = {of(run) for _, run in each_run(groups)}
     return found.pop() if len(found) == 1 else None
@@ -112,8 +80,8 @@ def splits_table(groups: Sequence[Group], name: str, of: OfDepth) -> Table:
     measures: dict[str, OfDepth] = {name: of, "bits per byte": lambda depth: depth.bits_per_byte}
     rows = []
     for group, run in each_run(groups):
-        for split, depths in (run.splits or {run.depths_from: run.depths}).items():
-            at = {depth.k: depth for depth in depths}
+        for split, scores in (run.splits or {run.depths_from: Split(run.depths)}).items():
+            at = {depth.k: depth for depth in scores.depths}
             for measure, take in measures.items():
                 values = [take(at[k]) if k in at else None for k in ks]
                 if any(value is not None for value in values):

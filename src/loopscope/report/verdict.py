@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from loopscope.experiments.documents import Reproduction
+from loopscope.readings import CLEAR, Run, exit_failure, final_norm, hides_scale
 from loopscope.report.charts import plain, signed
-from loopscope.report.files import mapping, numbers
-from loopscope.report.grouping import Group
-from loopscope.report.records import Reproduction, Run
-from loopscope.report.sections import AuditView, ClaimTable
-from loopscope.report.series import HIDDEN_SHARE, each_run, largest
+from loopscope.report.grouping import Group, group_runs
+from loopscope.report.sections import AuditView, ClaimTable, audit_views
+from loopscope.report.series import each_run
 
 PER_LOOP, TERMINAL, NORMED, RAW = "per-loop", "terminal", "RMSNorm", "raw"
-CLEAR = 10.0
-"""Ratio of norms from which a contrast speaks for itself."""
 SMALL = 0.1
 """Nats below which an exit costs next to nothing."""
 STATES = {
@@ -30,12 +28,39 @@ STATES = {
 
 
 @dataclass(frozen=True)
+class Point:
+    """A sentence of the verdict, and what it is about."""
+
+    about: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.about}: {self.text}"
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """A headline, sentences, and whether it is a finding (bad), clear (good) or not settled (open)."""
+    """A headline, points, and whether it is a finding (bad), clear (good) or not settled (open)."""
 
     tone: Literal["bad", "good", "open"]
     headline: str
-    sentences: list[str]
+    points: list[Point]
+
+    @property
+    def sentences(self) -> list[str]:
+        """The points as sentences."""
+        return [str(point) for point in self.points]
+
+    @property
+    def lines(self) -> list[str]:
+        """Everything, as a terminal shows it."""
+        return [self.headline, *(f"  {sentence}" for sentence in self.sentences)]
+
+
+def verdict_on(runs: Sequence[Run]) -> Verdict:
+    """The verdict on some runs alone, without claims."""
+    groups = group_runs(runs)
+    return judge(groups, audit_views(groups), [], [])
 
 
 def judge(
@@ -43,32 +68,33 @@ def judge(
 ) -> Verdict:
     """The verdict on everything that is on the page."""
     tone, headline = _headline(groups, audits, claims)
-    sentences = [
-        _where(audits),
-        _scale(groups),
-        _exits(groups),
-        _remedies(audits),
+    points = [
+        Point("Where", _where(audits)),
+        Point("Scale", _scale(groups)),
+        Point("Exits", _exits(groups)),
+        Point("Remedy", _remedies(audits)),
         *_claims(claims),
-        _missing(groups, grids),
+        Point("Mind", _missing(groups, grids)),
     ]
-    return Verdict(tone, headline, [sentence for sentence in sentences if sentence])
+    return Verdict(tone, headline, [point for point in points if point.text])
 
 
 def _headline(
     groups: Sequence[Group], audits: Sequence[AuditView], claims: Sequence[ClaimTable]
 ) -> tuple[Literal["bad", "good", "open"], str]:
     runs = [run for _, run in each_run(groups)]
-    if audits:
-        blind = [audit for audit in audits if audit.run.audit_verdict == "blind-spot"]
+    settled = [audit for audit in audits if audit.run.verdict in ("blind-spot", "controlled")]
+    if settled:
+        blind = [audit for audit in settled if audit.run.verdict == "blind-spot"]
         if not blind:
-            who = "The audited run is" if len(audits) == 1 else f"All {len(audits)} audited runs are"
+            who = "The audited run is" if len(settled) == 1 else f"All {len(settled)} audited runs are"
             return "good", f"Controlled. {who} free of blind spots: a loss sees, or the loop removes, what it carries."
         what = _unseen(blind)
-        if len(audits) == 1:
+        if len(settled) == 1:
             return "bad", f"Blind spot. The loop of this run carries {what}, and no loss sees it."
-        who = f"{len(blind)} of {len(audits)} audited runs"
+        who = f"{len(blind)} of {len(settled)} audited runs"
         return "bad", f"Blind spot in {who}: the loop carries {what}, and no loss sees it."
-    alarmed = [run for run in runs if any(event.get("event") == "blind-spot" for event in run.events)]
+    alarmed = [run for run in runs if any(event.event == "blind-spot" for event in run.events)]
     if alarmed:
         who = "this run" if len(runs) == 1 else f"{len(alarmed)} of {len(runs)} runs"
         return "bad", f"Alarm. In {who} the scale ran away while no loss saw it; no audit has confirmed it yet."
@@ -76,7 +102,7 @@ def _headline(
     if failed and len(failed) == len(runs):
         who = "This run" if len(runs) == 1 else f"Each of the {len(runs)} runs"
         return "open", f"Failed. {who} broke off before it was audited."
-    hidden = [run for run in runs if _is_hidden(run)]
+    hidden = [run for run in runs if hides_scale(run)]
     if hidden:
         who = "this run" if len(runs) == 1 else f"{len(hidden)} of {len(runs)} runs"
         return "open", f"Not audited. In {who} the loss hardly sees the scale of the state; an audit would settle it."
@@ -95,21 +121,21 @@ def _unseen(blind: Sequence[AuditView]) -> str:
 
 def _where(audits: Sequence[AuditView]) -> str:
     """Which conditions the audits found blind, and which not."""
-    blind = [audit for audit in audits if audit.run.audit_verdict == "blind-spot"]
-    free = [audit for audit in audits if audit.run.audit_verdict == "controlled"]
+    blind = [audit for audit in audits if audit.run.verdict == "blind-spot"]
+    free = [audit for audit in audits if audit.run.verdict == "controlled"]
     if not blind or len(audits) == 1:
         return ""
-    return f"Where: {_listed(_labels(blind))}." + (f" Free of it: {_listed(_labels(free))}." if free else "")
+    return f"{_listed(_labels(blind))}." + (f" Free of it: {_listed(_labels(free))}." if free else "")
 
 
 def _scale(groups: Sequence[Group]) -> str:
     """How long the state gets: the paper's contrast where both sides are here, else the widest one."""
-    norms = {key: value for key, value in _means(groups, lambda run: run.final_norm).items() if value > 0}
+    norms = {key: value for key, value in _means(groups, final_norm).items() if value > 0}
     normed, raw = norms.get((PER_LOOP, NORMED)), norms.get((PER_LOOP, RAW))
     if normed and raw:
         ratio = normed / raw
         text = (
-            f"Scale: with every loop supervised, the state ends at norm {_brief(normed)} through the RMSNorm readout, "
+            f"with every loop supervised, the state ends at norm {_brief(normed)} through the RMSNorm readout, "
             f"{_times(ratio)} the {_brief(raw)} it ends at through the raw one."
         )
         penalised = norms.get((PER_LOOP, "penalty"))
@@ -120,7 +146,7 @@ def _scale(groups: Sequence[Group]) -> str:
     if len(norms) > 1:
         low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
         return (
-            f"Scale: after the last loop the state has norms from {_brief(norms[low])} ({' + '.join(low)}) to "
+            f"after the last loop the state has norms from {_brief(norms[low])} ({' + '.join(low)}) to "
             f"{_brief(norms[high])} ({' + '.join(high)})."
         )
     return _growth(groups)
@@ -128,39 +154,38 @@ def _scale(groups: Sequence[Group]) -> str:
 
 def _growth(groups: Sequence[Group]) -> str:
     """For one condition: where the norm began and where it is."""
-    runs = [run for _, run in each_run(groups) if run.final_norm is not None]
-    if not runs:
+    found = [(run, norm) for _, run in each_run(groups) if (norm := final_norm(run)) is not None]
+    if not found:
         return ""
-    run = runs[0]
-    firsts = [values[-1] for row in run.train[:1] if (values := numbers(row.get("norm")))]
-    start = firsts[0] if firsts else None
+    run, norm = found[0]
+    start = run.train[0].final_norm if run.train else None
     since = ""
-    if start and run.final_norm:
-        ratio = run.final_norm / start
+    if start and norm:
+        ratio = norm / start
         since = f", {_times(ratio)} the {_brief(start)}" if ratio > 1 else f", down from {_brief(start)}"
         since += " of the first logged step" if ratio > 1 else " at the first logged step"
-    return f"Scale: the state has norm {_brief(run.final_norm)} after the last loop{since}."
+    return f"the state has norm {_brief(norm)} after the last loop{since}."
 
 
 def _exits(groups: Sequence[Group]) -> str:
     """What leaving after the first loop costs."""
-    failures = _means(groups, lambda run: run.exit_failure)
+    failures = _means(groups, exit_failure)
     for readout in (NORMED, RAW):
         terminal, dense = failures.get((TERMINAL, readout)), failures.get((PER_LOOP, readout))
         if terminal is not None and dense is not None:
             return (
-                f"Exits: leaving after loop 1 instead of the last costs {signed(terminal)} nats per token when only "
+                f"leaving after loop 1 instead of the last costs {signed(terminal)} nats per token when only "
                 f"the last loop is supervised and {signed(dense)} when every loop is (through the {readout} readout)."
             )
     if len(failures) == 1:
         (cost,) = failures.values()
         factor = f", {math.exp(cost):.3g} times the perplexity" if SMALL < cost < 100 else ""
         usable = "next to nothing" if abs(cost) <= SMALL else "much" if cost > 1 else "something"
-        return f"Exits: leaving after loop 1 instead of the last costs {usable}: {signed(cost)} nats per token{factor}."
+        return f"leaving after loop 1 instead of the last costs {usable}: {signed(cost)} nats per token{factor}."
     if failures:
         low, high = min(failures, key=failures.__getitem__), max(failures, key=failures.__getitem__)
         return (
-            f"Exits: leaving after loop 1 instead of the last costs between {signed(failures[low])} "
+            f"leaving after loop 1 instead of the last costs between {signed(failures[low])} "
             f"({' + '.join(low)}) and {signed(failures[high])} nats per token ({' + '.join(high)})."
         )
     return ""
@@ -168,7 +193,7 @@ def _exits(groups: Sequence[Group]) -> str:
 
 def _remedies(audits: Sequence[AuditView]) -> str:
     """Flags that the audits suggest; one that not all blind runs need comes with those that do."""
-    blind = [audit for audit in audits if audit.run.audit_verdict == "blind-spot"]
+    blind = [audit for audit in audits if audit.run.verdict == "blind-spot"]
     needed: dict[str, list[AuditView]] = {}
     for audit in blind:
         for flag in dict.fromkeys(v.flag for v in audit.remedies if v.verdict == "blind" and v.flag):
@@ -177,10 +202,10 @@ def _remedies(audits: Sequence[AuditView]) -> str:
         flag if len(who) == len(blind) else f"{flag} for {_listed(_labels(who))}"
         for flag, who in sorted(needed.items(), key=lambda item: -len(item[1]))
     ]
-    return f"Remedy: the audits suggest training with {_listed(parts)}; see Audits and remedies." if parts else ""
+    return f"the audits suggest training with {_listed(parts)}; see Audits and remedies on the page." if parts else ""
 
 
-def _claims(tables: Sequence[ClaimTable]) -> list[str]:
+def _claims(tables: Sequence[ClaimTable]) -> list[Point]:
     """One sentence for all splits of which the same is to be said."""
     said: dict[tuple[str, str], list[str]] = {}
     for table in tables:
@@ -188,13 +213,13 @@ def _claims(tables: Sequence[ClaimTable]) -> list[str]:
         parts = [f"{len(held)} of {len(table.claims)} hold"]
         if failed:
             parts.append(
-                f"{_listed([c.id for c in failed])} {'does' if len(failed) == 1 else 'do'} not hold at this scale"
+                f"{_listed([c.id for c in failed])} {'does' if len(failed) == 1 else 'do'} not hold at this size"
             )
         if open_:
             parts.append(f"{_listed([c.id for c in open_])} {'was' if len(open_) == 1 else 'were'} not measured")
         said.setdefault((table.about, "; ".join(parts)), []).append(table.split)
     return [
-        f"Claims of the paper ({' · '.join(part for part in (about, _listed(splits)) if part)}): {verdict}."
+        Point(f"Claims of the paper ({' · '.join(part for part in (about, _listed(splits)) if part)})", f"{verdict}.")
         for (about, verdict), splits in said.items()
     ]
 
@@ -213,19 +238,18 @@ def _missing(groups: Sequence[Group], grids: Sequence[Reproduction]) -> str:
     unread = sum(bool(run.problems) for run in runs)
     if unread:
         parts.append(f"{unread} ha{'s' if unread == 1 else 've'} files that could not be read whole")
-    unaudited = sum(not run.audit for run in runs)
+    unaudited = sum(not run.verdict for run in runs)
     if 0 < unaudited < len(runs):
         parts.append(f"{unaudited} ha{'s' if unaudited == 1 else 've'} not been audited")
     asked, there = sum(_rows_asked(grid) for grid in grids), sum(bool(run.row) for run in runs)
     if asked > there:
         parts.append(f"{asked - there} of {asked} rows are not here: not begun yet, or kept elsewhere")
-    return f"Mind: {'; '.join(parts)}." if parts else ""
+    return f"{'; '.join(parts)}." if parts else ""
 
 
 def _rows_asked(grid: Reproduction) -> int:
-    recipes = mapping(grid.grid.get("recipes")).values()
-    seeds = [mapping(mapping(recipe).get("seeds")).values() for recipe in recipes]
-    return sum(len(each) for recipe in seeds for each in recipe if isinstance(each, list))
+    recipes = grid.grid.recipes.values() if grid.grid else ()
+    return sum(len(seeds) for recipe in recipes for seeds in recipe.seeds.values())
 
 
 def _means(groups: Sequence[Group], of: Callable[[Run], float | None]) -> dict[tuple[str, str], float]:
@@ -236,16 +260,6 @@ def _means(groups: Sequence[Group], of: Callable[[Run], float | None]) -> dict[t
         if values:
             found[group.placement, group.kind] = statistics.fmean(values)
     return found
-
-
-def _is_hidden(run: Run) -> bool:
-    """Whether the last logged step shows no loss the scale: small shares at all supervised loops, no term on it."""
-    if not run.train:
-        return False
-    share = largest(numbers(run.train[-1].get("radial_gradient_share")))
-    controlled = mapping(run.train[-1].get("terms")).keys() & {"norm_penalty", "scale_anchor"}
-    removed = run.setting("model", "inter_loop_norm") not in (None, "none")
-    return share is not None and share < HIDDEN_SHARE and not controlled and not removed
 
 
 def _times(ratio: float) -> str:

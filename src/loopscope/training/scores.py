@@ -1,11 +1,10 @@
-"""Scores by depth: cross-entropy, perplexity, bits per byte and norm after each loop, each token once.
+"""Scores after each loop of a model: cross-entropy and norm, each token once; `loopscope.scores` keeps them.
 
 Shape legend: B batch, T tokens, N = B·T, K loops, D width.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from loopscope.errors import DataError
 from loopscope.objectives.cross_entropy import IGNORE_INDEX, logits_cross_entropy, multi_readout_cross_entropy
 from loopscope.protocol import LinearReadout, LoopedModel, LoopTrace, run_loops
+from loopscope.scores import Depth, Split
 
 
 @dataclass(frozen=True)
@@ -24,27 +24,6 @@ class BatchScores:
     ce_K: Tensor
     norm_K: Tensor
     tokens: int
-
-
-@dataclass(frozen=True)
-class DepthScore:
-    """What exiting after loop k costs."""
-
-    k: int
-    ce: float
-    """Nats per token."""
-    norm: float
-    """Mean ‖h_k‖."""
-    tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        """exp(CE): comparable only between models with the same tokenizer."""
-        return math.exp(min(self.ce, 700.0))
-
-    def bits_per_byte(self, num_bytes: int) -> float:
-        """Total nats in bits, over the true UTF-8 bytes of the text."""
-        return self.ce * self.tokens / math.log(2) / num_bytes
 
 
 def score_batch(model: LoopedModel, ids_BT: Tensor, targets_BT: Tensor, num_loops: int) -> BatchScores:
@@ -68,7 +47,7 @@ def _cross_entropies(model: LoopedModel, trace: LoopTrace, targets_N: Tensor) ->
 
 def evaluate_depths(
     score: Callable[[Tensor, Tensor, int], BatchScores], batches: Iterable[tuple[Tensor, Tensor]], num_loops: int
-) -> list[DepthScore]:
+) -> Split:
     """Mean scores of depths 1..num_loops over all batches."""
     ce_K = norm_K = torch.zeros(num_loops, dtype=torch.float64)
     tokens = 0
@@ -78,4 +57,4 @@ def evaluate_depths(
     if tokens == 0:
         raise DataError("there is no text to evaluate on")
     rows = zip((ce_K / tokens).tolist(), (norm_K / tokens).tolist(), strict=True)
-    return [DepthScore(k, ce, norm, tokens) for k, (ce, norm) in enumerate(rows, start=1)]
+    return Split([Depth(k, ce, norm) for k, (ce, norm) in enumerate(rows, start=1)], tokens)

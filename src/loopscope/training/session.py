@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from loopscope.config import Config, TrainingConfig, config_to_dict
+from loopscope.config import Config, TrainingConfig, changes_learning, config_to_dict
 from loopscope.errors import RunError
 from loopscope.machine import Choice, automatic_choices, choose_device, git_state, resolve_compile, versions
 from loopscope.runs import RunFolder
@@ -23,12 +23,6 @@ from loopscope.training import checkpoint
 from loopscope.training.trainer import Trainer
 
 Say = Callable[[str], None]
-
-MAY_CHANGE = frozenset(
-    {"steps", "log_every", "eval_every", "eval_tokens", "save_every", "keep_last", "track", "threads", "compile"}
-    | {"shard", "max_skips", "max_rollbacks", "spike_factor", "on_blind_spot", "checkpoint_loops"}
-)
-"""Fields a resumed run may differ in: how long, where and how closely watched it runs, not what it learns."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +53,17 @@ def set_up(training: TrainingConfig | None = None) -> Setup:
 
 
 def check_resume(run: RunFolder, config: Config) -> None:
-    """Refuse to go on with a configuration that would learn something else, naming the first difference."""
+    """Refuse to resume with a configuration that would learn something else, naming the first difference.
+
+    `steps` may change although it changes what is learned: a finished run is made longer that way.
+    """
     before, now = config_to_dict(run.config()), config_to_dict(config)
     if before["model"].keys() != now["model"].keys():
         theirs, ours = (part["model"].get("target", "a model of its own configuration") for part in (before, now))
         raise RunError(f"{run.path} was trained with {theirs}, not {ours}; choose another --out")
     for section, fields in now.items():
         for name, value in fields.items():
-            if value != before[section][name] and name not in MAY_CHANGE:
+            if value != before[section][name] and changes_learning(name) and name != "steps":
                 raise RunError(
                     f"{run.path} was trained with {name} = {before[section][name]!r}, not {value!r} "
                     f"(flag --{name.replace('_', '-')}); use the same value, another --out, or --init-from {run.path}"

@@ -27,11 +27,12 @@ from loopscope.errors import RunError
 from loopscope.objectives.placement import Objective, sample_depth
 from loopscope.protocol import ExitGate, Scheduled, SharedCore
 from loopscope.runs import RunFolder
+from loopscope.scores import Depth
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, spread
 from loopscope.training.guard import StepGuard, Verdict
 from loopscope.training.optim import Optimizers, clip_gradients, learning_rate
-from loopscope.training.scores import DepthScore, evaluate_depths, score_batch
+from loopscope.training.scores import evaluate_depths, score_batch
 
 Outcome = Literal["finished", "interrupted", "stopped"]
 Batch = tuple[Tensor, Tensor]
@@ -238,14 +239,15 @@ class Trainer:
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> list[DepthScore]:
+    def evaluate(self) -> list[Depth]:
         """CE and norm at every trained depth on validation text; remembers the best full depth."""
         if self.valid is None:
             return []
         self.step_module.eval()
         with torch.no_grad(), self._autocast():
-            scores = evaluate_depths(self._score, self.valid(), self.model.num_loops)
+            scores = evaluate_depths(self._score, self.valid(), self.model.num_loops).depths
         step, ce = self.progress.step, scores[-1].ce
+        assert ce is not None
         if self.progress.best_ce is None or ce < self.progress.best_ce:
             self.progress.best_ce, self.progress.best_step = ce, step
         row = {"kind": "eval", "step": step, "ce": [s.ce for s in scores], "norm": [s.norm for s in scores]}

@@ -16,8 +16,9 @@ from loopscope.data.packing import PackedTokens
 from loopscope.data.stream import covered_bytes, evaluation_batches
 from loopscope.errors import ConfigError
 from loopscope.protocol import LoopedModel, run_loops
+from loopscope.scores import Split
 from loopscope.targets import Batch, Opened, open_target
-from loopscope.training.scores import DepthScore, evaluate_depths, score_batch
+from loopscope.training.scores import evaluate_depths, score_batch
 from loopscope.training.session import set_up
 from loopscope.verbs.text import Say, tokens_for, with_tokenizer
 
@@ -28,52 +29,14 @@ TIMED_ROUNDS = 7
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Scores of one text at every depth."""
-
-    depths: list[DepthScore]
-    num_bytes: int | None
-    """UTF-8 bytes of text behind the targets; None where only ids are known."""
-
-    @property
-    def tokens(self) -> int:
-        """Targets that were scored."""
-        return self.depths[0].tokens
-
-    def at(self, depths: Iterable[int]) -> Scores:
-        """Some of the depths."""
-        chosen = set(depths)
-        return Scores([score for score in self.depths if score.k in chosen], self.num_bytes)
-
-    def bits_per_byte(self, score: DepthScore) -> float | None:
-        """Comparable between tokenizers, where the bytes are known."""
-        return None if self.num_bytes is None else score.bits_per_byte(self.num_bytes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Tokens, bytes, and a row for every depth."""
-        rows = [
-            {
-                "k": score.k,
-                "ce": score.ce,
-                "perplexity": score.perplexity,
-                "bits_per_byte": self.bits_per_byte(score),
-                "norm": score.norm,
-                "tokens": score.tokens,
-            }
-            for score in self.depths
-        ]
-        return {"tokens": self.tokens, "bytes": self.num_bytes, "depths": rows}
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What `loopscope eval` prints."""
+class EvaluationResult:
+    """What `loopscope eval` prints: the scores of one text, with whose they are."""
 
     opened: Opened
-    scores: Scores
+    scores: Split
 
     def to_json(self) -> dict[str, Any]:
-        """The scores with whose they are."""
+        """Target, step, tokenizer, tokens and bytes of the text, and a row for every depth."""
         tokenizer = self.opened.tokenizer
         return {
             "target": self.opened.name,
@@ -93,7 +56,7 @@ def evaluate(
     length: int | None = None,
     max_tokens: int | None = None,
     say: Say = lambda text: None,
-) -> Evaluation:
+) -> EvaluationResult:
     """Scores after each of `depths` loops (by default 1 to the trained depth) on `data` or the target's own text."""
     opened = with_tokenizer(open_target(target), tokenizer)
     depths = list(range(1, opened.model.num_loops + 1)) if depths is None else list(depths)
@@ -101,12 +64,12 @@ def evaluate(
         raise ConfigError.of("depths", depths, "depths count loops, from 1 up")
     length = _checked_length(opened, length)
     if data is None and opened.tokenizer is None and opened.batches is not None:
-        scores = Scores(_depth_scores(opened.model, _pairs(opened.batches), max(depths)), None)
+        scores = _depth_scores(opened.model, _pairs(opened.batches), max(depths))
     else:
         scores = score_tokens(
             opened.model, tokens_for(opened, data, say), max(depths), length, batch=batch, max_tokens=max_tokens
         )
-    return Evaluation(opened, scores.at(depths))
+    return EvaluationResult(opened, scores.of(depths))
 
 
 def score_tokens(
@@ -117,13 +80,13 @@ def score_tokens(
     *,
     batch: int = BATCH,
     max_tokens: int | None = None,
-) -> Scores:
+) -> Split:
     """Scores of packed text after each of `num_loops` loops."""
     batches = evaluation_batches(tokens, length, batch, max_tokens)
-    return Scores(_depth_scores(model, batches, num_loops), covered_bytes(tokens, max_tokens))
+    return _depth_scores(model, batches, num_loops).with_bytes(covered_bytes(tokens, max_tokens))
 
 
-def throughput(model: LoopedModel, vocab_size: int, length: int) -> list[dict[str, float]]:
+def throughput(model: LoopedModel, vocab_size: int, length: int) -> dict[int, float]:
     """Tokens per second of running k loops and reading out once: median of rounds in which all depths take turns."""
     device = set_up().device
     ids_BT = torch.randint(vocab_size, (BATCH, length), device=device)
@@ -136,12 +99,10 @@ def throughput(model: LoopedModel, vocab_size: int, length: int) -> list[dict[st
                 if device == "cuda":
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)
-    return [
-        {"k": k, "tokens_per_second": ids_BT.numel() / statistics.median(times[1:])} for k, times in seconds.items()
-    ]
+    return {k: ids_BT.numel() / statistics.median(times[1:]) for k, times in seconds.items()}
 
 
-def _depth_scores(model: LoopedModel, batches: Iterable[tuple[Tensor, Tensor]], num_loops: int) -> list[DepthScore]:
+def _depth_scores(model: LoopedModel, batches: Iterable[tuple[Tensor, Tensor]], num_loops: int) -> Split:
     device = set_up().device
     if isinstance(model, nn.Module):
         model.to(device).eval()

@@ -14,9 +14,10 @@ from loopscope.auditing.result import AuditResult
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
 from loopscope.errors import ConfigError, RunError
 from loopscope.runs import write_json
+from loopscope.scores import Split
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.audits import audit
-from loopscope.verbs.evaluation import Scores, evaluate
+from loopscope.verbs.evaluation import evaluate
 from loopscope.verbs.text import Say, with_tokenizer
 from loopscope.verbs.training import Watching, target_config, train
 
@@ -30,7 +31,7 @@ class Measured:
     """A model's audit and exits."""
 
     audit: AuditResult
-    scores: Scores
+    scores: Split
 
     def to_json(self) -> dict[str, Any]:
         """The frontier and the verdict; the whole audit has a file of its own."""

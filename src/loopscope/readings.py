@@ -1,0 +1,502 @@
+"""A run as its files tell it, and every measure that is taken from them: claims, tables, figures and pages share both.
+
+Nothing here raises for what a file says: what cannot be used is a gap, and a sentence in `Run.problems`. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from loopscope.files import Part, Problems, integer, mapping, note_misfits, read_as, read_json, read_lines, read_yaml
+from loopscope.scores import Depth, Evaluation, Split
+
+HIDDEN_SHARE = 1e-3
+"""A radial gradient share below this at every supervised loop means that no cross-entropy controls the scale."""
+CHANCE = 0.8
+"""Median |cos| of two directions picked by chance, times √width."""
+CLEAR = 10.0
+"""Ratio of norms from which a contrast speaks for itself: the rule of claim C1."""
+LINEAR_BELOW = 0.1
+"""Nats: exit failures are drawn and compared on an axis that is about linear below this (Figure 1 of the paper)."""
+GUARDED = ("skip", "rolled-back")
+"""Events by which a guard changes a run."""
+CLAMPS_BEFORE_THE_FIELD = ("radial clamp: growth removed", "radial clamp: frozen at loop 1")
+"""Interventions on the scale in audits from before they said so."""
+
+RowState = Literal["open", "running", "finished", "failed"]
+State = Literal["finished", "unfinished", "stopped", "failed", "empty"]
+
+
+# --- row.json --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRecord:
+    """row.json: what has become of a row of a grid."""
+
+    name: str = ""
+    condition: str = ""
+    recipe: str = ""
+    seed: int | None = None
+    state: RowState | None = None
+    stage: str | None = None
+    attempts: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By stage, over all attempts."""
+    error: str | None = None
+    threads: int | None = None
+    host: str | None = None
+    pid: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What row.json holds."""
+        return {"schema_version": 1, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, part: Part) -> Self:
+        """What can be read of it."""
+        state = part.choice("state", get_args(RowState)) or None
+        return part.as_a(cls, state=state, attempts=part.integer("attempts") or 0)
+
+
+# --- audit.json ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variable:
+    """The verdict on one variable of the state."""
+
+    name: str
+    verdict: str
+    visibility: float | None
+    delayed_visibility: float | None
+    activity: float | None
+    evidence: str
+    remedy: str
+    flag: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditedLoop:
+    """One loop of the audit's rollout."""
+
+    k: int
+    norm: float | None
+    scale: float | None
+    radial_gradient_share: float | None
+    radial_increment: float | None
+    predicted_increment: float | None
+    angular_step: float | None
+    angular_step_times_scale: float | None
+    radial_update: float | None
+    tangential_update: float | None
+    norm_quantiles: list[float | None]
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """What changing a variable between loops does to the loss."""
+
+    name: str
+    clamps: str
+    """The variable that it holds still; empty where it does something else to one."""
+    ce: float | None
+    delta_ce: float | None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One of the tokens with the longest states."""
+
+    text: str
+    token: int | None
+    position: int | None
+    norm: float | None
+    ratio: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """audit.json as far as it can be read."""
+
+    verdict: str
+    """blind-spot or controlled."""
+    summary: str
+    step: int | None
+    num_loops: int | None
+    width: int | None
+    variables: list[Variable]
+    dimension: int | None
+    """Of the directions that no loss sees."""
+    named: list[str]
+    """Those of them that have names."""
+    loops: dict[int, AuditedLoop]
+    alphas: list[float | None]
+    sweeps: dict[int, list[float | None]]
+    """CE at each α, by the loop whose state was stretched."""
+    interventions: list[Intervention]
+    heaviest: list[Token]
+    notes: list[str]
+
+    @property
+    def blind(self) -> list[str]:
+        """Blind variables by name."""
+        return [variable.name for variable in self.variables if variable.verdict == "blind"]
+
+    @classmethod
+    def from_json(cls, part: Part) -> Self:
+        """What can be read of it."""
+        model, directions, sweep = part.part("model"), part.part("blind_directions"), part.part("alpha_sweep")
+        return part.as_a(
+            cls,
+            step=model.integer("step"),
+            num_loops=model.integer("num_loops"),
+            width=model.integer("width"),
+            variables=[row.as_a(Variable, name=row.text("name") or "unnamed") for row in part.parts("variables")],
+            dimension=directions.integer("dimension"),
+            named=[name for row in directions.parts("named") if (name := row.text("name"))],
+            loops={k: row.as_a(AuditedLoop, k=k) for k, row in part.by_number("loops").items()},
+            alphas=sweep.numbers("alphas"),
+            sweeps={k: row.numbers("ce") for k, row in sweep.by_number("loops").items()},
+            interventions=[row.as_a(Intervention, clamps=_clamped(row)) for row in part.parts("interventions")],
+            heaviest=[row.as_a(Token) for row in part.parts("heaviest_tokens")],
+            notes=part.part("checks").texts("notes"),
+        )
+
+
+def _clamped(intervention: Part) -> str:
+    is_older = "clamps" not in intervention.values and intervention.text("name") in CLAMPS_BEFORE_THE_FIELD
+    return "scale" if is_older else intervention.text("clamps")
+
+
+# --- metrics.jsonl ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A training step, or an evaluation during training: values after each loop."""
+
+    step: int
+    ce: list[float | None]
+    norm: list[float | None]
+    loops: list[float | None]
+    """The supervised loops, to which the shares belong."""
+    shares: list[float | None]
+    """Radial gradient shares."""
+    terms: frozenset[str]
+    """Loss terms besides cross-entropy."""
+
+    @property
+    def final_norm(self) -> float | None:
+        """‖h_K‖."""
+        return self.norm[-1] if self.norm else None
+
+    @property
+    def largest_share(self) -> float | None:
+        """The largest radial gradient share of the supervised loops."""
+        return max((share for share in self.shares if share is not None), default=None)
+
+    @classmethod
+    def from_json(cls, part: Part) -> Self | None:
+        """What can be read of it; None without a step."""
+        step = part.integer("step")
+        if step is None:
+            return None
+        shares, terms = part.numbers("radial_gradient_share"), frozenset(part.part("terms").values)
+        return part.as_a(cls, step=step, shares=shares, terms=terms)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a guard or a monitor did or said."""
+
+    step: int | None
+    event: str
+    message: str
+
+
+def last_logged(line: dict[str, Any] | None) -> Logged | None:
+    """The training step of a line of metrics, or None where the line is about something else."""
+    return Logged.from_json(Part(line)) if line is not None and line.get("kind") == "train" else None
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run folder as far as it could be read."""
+
+    name: str
+    folder: str
+    """The path as the user gave it."""
+    config: dict[str, dict[str, Any]]
+    manifest: Part
+    train: list[Logged]
+    evals: list[Logged]
+    events: list[Event]
+    evaluation: Evaluation | None
+    audit: Audit | None
+    row: RowRecord | None
+    """Where it is a row of a grid."""
+    problems: Problems
+
+    def setting(self, section: str, name: str) -> Any:
+        """A value of the configuration, or None."""
+        return self.config.get(section, {}).get(name)
+
+    def choice(self, name: str) -> Any:
+        """What was chosen automatically under that name, or None."""
+        found = (part.values.get("value") for part in self.manifest.parts("choices") if part.text("name") == name)
+        return next(found, None)
+
+    @property
+    def condition(self) -> str:
+        """The condition of a row of a grid; empty for other runs."""
+        return self.row.condition if self.row else ""
+
+    @property
+    def recipe(self) -> str:
+        """The recipe of a row of a grid; empty for other runs."""
+        return self.row.recipe if self.row else ""
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of weights and data order."""
+        return self.row.seed if self.row and self.row.seed is not None else integer(self.setting("training", "seed"))
+
+    @property
+    def num_loops(self) -> int:
+        """The depth it was trained at; 0 where no file says so."""
+        told = [integer(self.setting("model", "num_loops"))]
+        told += [source.num_loops for source in (self.audit, self.evaluation) if source is not None]
+        return next((loops for loops in told if loops), len(self.depths))
+
+    @property
+    def width(self) -> int:
+        """Width d of the state; 0 where no file says so."""
+        return integer(self.setting("model", "width")) or (self.audit and self.audit.width) or 0
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged."""
+        return max((row.step for row in (*self.train, *self.evals)), default=0)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps it was to make."""
+        return integer(self.setting("training", "steps"))
+
+    @property
+    def state(self) -> State:
+        """How it ended, as far as its files say."""
+        if self.row and self.row.state in ("finished", "failed"):
+            return self.row.state
+        if self.events and self._stopped_by(self.events[-1]):
+            return "stopped"
+        if self.steps is not None and self.step >= self.steps:
+            return "finished"
+        return "unfinished" if self.step else "empty"
+
+    @property
+    def state_in_words(self) -> str:
+        """The same as a sentence of few words."""
+        at = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
+        if self.state == "failed":
+            return f"failed at {at}" + (f": {self.row.error}" if self.row and self.row.error else "")
+        if self.state == "stopped":
+            return f"stopped at {at}: {self.events[-1].message}"
+        if self.state == "unfinished":
+            return f"at {at}, still going or interrupted"
+        return f"finished at {at}" if self.state == "finished" else "nothing was logged yet"
+
+    def _stopped_by(self, event: Event) -> bool:
+        alarm = event.event == "blind-spot" and self.setting("training", "on_blind_spot") == "stop"
+        return event.event == "stop" or alarm
+
+    @property
+    def guarded(self) -> int:
+        """Steps that a guard skipped or rolled back: it was not trained quite like the others."""
+        return sum(event.event in GUARDED for event in self.events)
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """Scores of eval.json by split, validation text first."""
+        return self.evaluation.splits if self.evaluation else {}
+
+    @cached_property
+    def depths(self) -> list[Depth]:
+        """Scores after each loop: of the first split of eval.json, or of the last evaluation while training."""
+        if self.splits:
+            return next(iter(self.splits.values())).depths
+        if not self.evals:
+            return []
+        ce, norm = self.evals[-1].ce, self.evals[-1].norm
+        return [Depth(k, c, norm[k - 1] if k <= len(norm) else None) for k, c in enumerate(ce, start=1)]
+
+    @property
+    def depths_from(self) -> str:
+        """Where those scores come from."""
+        if self.splits:
+            return ", ".join(part for part in ("eval.json", next(iter(self.splits))) if part)
+        return f"validation at step {self.evals[-1].step}" if self.evals else ""
+
+    def depth(self, k: int, split: str | None = None) -> Depth | None:
+        """The scores after loop k on a split; without one, on the text that there are scores of."""
+        if split is None:
+            return next((depth for depth in self.depths if depth.k == k), None)
+        return self.splits[split].at(k) if split in self.splits else None
+
+    @property
+    def tokenizer(self) -> str:
+        """Kind and vocabulary of the tokenizer; perplexities compare only under the same."""
+        kinds = (
+            self.evaluation.tokenizer if self.evaluation else "",
+            self.manifest.part("data").text("tokenizer"),
+            Part(self.config.get("data", {})).text("tokenizer"),
+        )
+        kind = next((name for name in kinds if name), "")
+        size = integer(self.setting("model", "vocab_size"))
+        return f"{kind}, {size:,} tokens" if kind and size else kind
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """Hash of the tokenizer; empty where the manifest does not say."""
+        return self.manifest.part("data").text("tokenizer_sha256")
+
+    @property
+    def verdict(self) -> str:
+        """The audit's: blind-spot, controlled, or empty where there is no audit."""
+        return self.audit.verdict if self.audit else ""
+
+    @property
+    def loops(self) -> list[AuditedLoop]:
+        """The audit's loops, in their order."""
+        return list(self.audit.loops.values()) if self.audit else []
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Everything that can be read of a run folder; what cannot is a sentence in `problems`."""
+    problems: Problems = {}
+    config = read_yaml(folder / "config.yaml", problems) or {}
+    rows = [Part(row, f"row {n}") for n, row in enumerate(read_lines(folder / "metrics.jsonl", problems), start=1)]
+    by_kind = {kind: [row for row in rows if row.text("kind") == kind] for kind in ("train", "eval", "event")}
+    train, evals = ([made for row in by_kind[kind] if (made := Logged.from_json(row))] for kind in ("train", "eval"))
+    events = [row.as_a(Event) for row in by_kind["event"]]
+    note_misfits("metrics.jsonl", [place for row in rows for place in row.misfits], problems)
+    return Run(
+        name=name,
+        folder=str(folder),
+        config={section: mapping(part) for section, part in config.items()},
+        manifest=Part(read_json(folder / "manifest.json", problems) or {}),
+        train=train,
+        evals=evals,
+        events=events,
+        evaluation=read_as(folder / "eval.json", Evaluation.from_json, problems),
+        audit=read_as(folder / "audit.json", Audit.from_json, problems),
+        row=read_as(folder / "row.json", RowRecord.from_json, problems),
+        problems=problems,
+    )
+
+
+# --- measures --------------------------------------------------------------------------------------------------------
+
+Measure = Callable[[Run, str], float | None]
+"""A number about a run on a split, or None where it was not measured."""
+
+
+def final_norm(run: Run, split: str | None = None) -> float | None:
+    """Mean ‖h_K‖ on a split; without one, on the text there is, or the last that training logged."""
+    full = run.depth(run.num_loops, split)
+    if full is not None and full.norm is not None:
+        return full.norm
+    logged = (row.final_norm for row in reversed(run.train)) if split is None else iter(())
+    return next((norm for norm in logged if norm is not None), None)
+
+
+def perplexity_at(run: Run, k: int, split: str) -> float | None:
+    """Perplexity after loop k."""
+    depth = run.depth(k, split)
+    return depth.perplexity if depth else None
+
+
+def final_perplexity(run: Run, split: str) -> float | None:
+    """Perplexity at full depth."""
+    return perplexity_at(run, run.num_loops, split)
+
+
+def exit_failure(run: Run, split: str | None = None) -> float | None:
+    """CE(1) − CE(K): how much worse the first exit is than full depth."""
+    first, full = run.depth(1, split), run.depth(run.num_loops, split)
+    return difference(first.ce, full.ce) if first and full else None
+
+
+def difference(left: float | None, right: float | None) -> float | None:
+    """left − right, where both were measured."""
+    return None if left is None or right is None else left - right
+
+
+def norms_in_training(run: Run) -> dict[int, float]:
+    """‖h_K‖ on validation text by step."""
+    return {row.step: norm for row in run.evals if (norm := row.final_norm) is not None}
+
+
+def is_raw_at(run: Run, k: int) -> bool:
+    """Whether loop k is read out without a norm."""
+    readout = run.setting("model", "readout")
+    return readout == "raw" or (readout == "final-only" and k < run.num_loops)
+
+
+def shares_by_loop(run: Run) -> dict[int, float]:
+    """Radial gradient share per loop: the audit's, or the last that training logged."""
+    audited = {loop.k: loop.radial_gradient_share for loop in run.loops}
+    found = {k: share for k, share in audited.items() if share is not None}
+    if found or not run.train:
+        return found
+    last = run.train[-1]
+    pairs = [(integer(loop), share) for loop, share in zip(last.loops, last.shares, strict=False)]
+    return {k: share for k, share in pairs if k is not None and share is not None}
+
+
+def hides_scale(run: Run) -> bool:
+    """Whether the last logged step shows no loss the scale: small shares at all supervised loops, no term on it."""
+    if not run.train:
+        return False
+    share = run.train[-1].largest_share
+    controlled = run.train[-1].terms & {"norm_penalty", "scale_anchor"}
+    removed = run.setting("model", "inter_loop_norm") not in (None, "none")
+    return share is not None and share < HIDDEN_SHARE and not controlled and not removed
+
+
+def radial_clamps(run: Run) -> dict[str, float]:
+    """ΔCE of the audit's interventions that hold the scale still, by name; it has others too."""
+    found = run.audit.interventions if run.audit else []
+    return {each.name: each.delta_ce for each in found if each.clamps == "scale" and each.delta_ce is not None}
+
+
+def alpha_curve(run: Run) -> dict[float, float]:
+    """CE by α when the state at the trained depth (else the deepest that was swept) is stretched by α."""
+    sweeps = run.audit.sweeps if run.audit else {}
+    if run.audit is None or not sweeps:
+        return {}
+    ces = sweeps.get(run.num_loops) or sweeps[max(sweeps)]
+    pairs = zip(run.audit.alphas, ces, strict=False)
+    return {alpha: ce for alpha, ce in pairs if alpha is not None and alpha > 0 and ce is not None}
+
+
+def alpha_changes(run: Run) -> dict[float, float]:
+    """The same as change of CE against the α nearest to 1."""
+    curve = alpha_curve(run)
+    base = curve[min(curve, key=lambda alpha: abs(math.log(alpha)))] if curve else 0.0
+    return {alpha: ce - base for alpha, ce in curve.items()}
+
+
+def alpha_range(run: Run, split: str | None = None) -> float | None:
+    """Largest minus smallest CE over α ∈ [0.1, 10] at full depth; None where one of them was not measured."""
+    ces = list(alpha_curve(run).values())
+    return max(ces) - min(ces) if run.audit and ces and len(ces) == len(run.audit.alphas) else None

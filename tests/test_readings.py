@@ -1,0 +1,168 @@
+"""The one reader: what is written is read back, what is damaged is a gap and a sentence, and nothing is a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_up import made_up_audit, made_up_eval, write_row
+from samples import eval_row, train_row
+
+from loopscope.files import MOST_MISFITS, Part, read_as, read_json, read_lines, without_nan
+from loopscope.readings import (
+    Audit,
+    RowRecord,
+    Run,
+    alpha_changes,
+    alpha_range,
+    exit_failure,
+    final_norm,
+    perplexity_at,
+    radial_clamps,
+    read_run,
+    shares_by_loop,
+)
+from loopscope.runs import RunFolder, write_json
+from loopscope.scores import Depth, Evaluation
+
+
+@pytest.fixture
+def row(tmp_path) -> Path:
+    return write_row(tmp_path, "per-loop+rmsnorm", 42)
+
+
+def test_what_is_written_is_read_back(row):
+    run = read_run(row, "row")
+    assert run.problems == {}
+    assert run.evaluation == made_up_eval([4.486, 4.481, 4.485, 4.496], 348.0, 0.0)
+    record = RowRecord.from_json(Part(json.loads((row / "row.json").read_text())))
+    assert record == run.row and record.to_json() == json.loads((row / "row.json").read_text())
+    audit = made_up_audit("per-loop+rmsnorm", 348.0)
+    assert run.audit is not None and run.verdict == audit.verdict and run.audit.blind == ["scale"]
+    assert [(loop.k, loop.scale) for loop in run.loops] == [
+        (loop.activity.k, loop.activity.scale) for loop in audit.loops
+    ]
+    assert radial_clamps(run) == {"radial clamp: growth removed": -0.004, "radial clamp: frozen at loop 1": 0.001}
+
+
+def test_measures_are_taken_at_the_trained_depth_and_on_the_split_asked_for(row):
+    evaluation = json.loads((row / "eval.json").read_text())
+    evaluation["splits"]["test"]["depths"][3] |= {"norm": 7.0, "ce": 1.0}
+    write_json(row / "eval.json", evaluation)
+    run = read_run(row, "row")
+    assert (final_norm(run), final_norm(run, "valid"), final_norm(run, "test")) == (348.0, 348.0, 7.0)
+    assert exit_failure(run, "test") == pytest.approx(3.486) and exit_failure(run, "valid") == pytest.approx(-0.01)
+    assert perplexity_at(run, 4, "test") == pytest.approx(2.71828, abs=1e-5)
+    assert final_norm(run, "nowhere") is None and exit_failure(run, "nowhere") is None
+
+
+def test_without_eval_json_the_page_falls_back_on_training_and_a_claim_does_not(row):
+    (row / "eval.json").unlink()
+    folder = RunFolder(row)
+    for line in (
+        eval_row(5, [5.0, 4.0, 4.0, 4.0], [1.0, 2.0, 3.0, 4.0]),
+        train_row(6, [5.0] * 4, [9.0] * 4, [0.1] * 4),
+    ):
+        folder.append_metrics(line)
+    run = read_run(row, "row")
+    assert (final_norm(run), exit_failure(run)) == (4.0, 1.0)
+    assert final_norm(run, "valid") is None and exit_failure(run, "valid") is None
+
+
+def test_shares_are_the_audits_or_else_the_last_that_training_logged(row):
+    assert set(shares_by_loop(read_run(row, "row")).values()) == {2e-7}
+    (row / "audit.json").unlink()
+    RunFolder(row).append_metrics({**train_row(6, [5.0] * 2, [9.0] * 2, [0.1, 0.3]), "loops": [2, 4]})
+    assert shares_by_loop(read_run(row, "row")) == {2: 0.1, 4: 0.3}
+
+
+def test_an_alpha_sweep_with_a_gap_has_changes_and_no_range(row):
+    run = read_run(row, "row")
+    assert alpha_range(run) == 0.0 and set(alpha_changes(run).values()) == {0.0}
+    audit = json.loads((row / "audit.json").read_text())
+    audit["alpha_sweep"]["loops"][0]["ce"][0] = None
+    write_json(row / "audit.json", audit)
+    run = read_run(row, "row")
+    assert alpha_range(run) is None and len(alpha_changes(run)) == 4 and run.problems == {}
+
+
+def test_an_audit_from_before_interventions_said_what_they_clamp_is_read(row):
+    audit = json.loads((row / "audit.json").read_text())
+    for intervention in audit["interventions"]:
+        del intervention["clamps"]
+    write_json(row / "audit.json", audit)
+    assert len(radial_clamps(read_run(row, "row"))) == 2
+
+
+def test_a_perplexity_that_is_no_number_is_none():
+    assert Depth(1, 800.0, 1.0).perplexity is None and Depth(1, None, None).perplexity is None
+    assert Depth(1, 0.0, 1.0).perplexity == 1.0
+
+
+def test_a_misfit_is_counted_with_its_place_and_a_gap_is_not():
+    part = Part({"a": "x", "b": None, "c": float("nan"), "d": 10**400, "e": True, "f": {"g": [1, "x", {}]}})
+    assert [part.number(name) for name in "abcde"] == [None] * 5
+    assert part.part("f").numbers("g") == [1.0, None, None] and part.text("a") == "x" and part.text("e") == ""
+    assert part.misfits == ["a", "e", "f.g[1]", "f.g[2]", "e"]
+
+
+def test_misfits_are_counted_up_to_a_limit(tmp_path):
+    problems: dict[str, str] = {}
+    write_json(tmp_path / "eval.json", {"splits": {"valid": {"depths": ["x"] * 5000}}})
+    assert read_as(tmp_path / "eval.json", Evaluation.from_json, problems) is not None
+    assert problems["eval.json"].startswith(f"has at least {MOST_MISFITS} values of the wrong kind")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make):
+    problems: dict[str, str] = {}
+    for name in ("audit.json", "metrics.jsonl"):
+        make(tmp_path / name)
+    assert (
+        read_json(tmp_path / "audit.json", problems) is None and read_lines(tmp_path / "metrics.jsonl", problems) == []
+    )
+    assert problems == dict.fromkeys(("audit.json", "metrics.jsonl"), "is not a regular file and is left out")
+
+
+def test_json_is_written_without_nan(tmp_path):
+    write_json(tmp_path / "x.json", {"a": [float("nan"), 1.0], "b": {"c": float("-inf")}, "d": (1, 2)})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": [None, 1.0], "b": {"c": None}, "d": [1, 2]}
+    assert without_nan("NaN") == "NaN"
+
+
+def places(value: object, at: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Where every value inside a value is."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(place for key, item in inside for place in places(item, (*at, key)))]
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(data=st.data(), wrong=ANYTHING)
+def test_anything_anywhere_in_a_file_leaves_a_run_whose_measures_can_be_asked_for(row, data, wrong):
+    name = data.draw(st.sampled_from(["eval.json", "audit.json", "row.json", "manifest.json"]))
+    path = row / name
+    before = path.read_text()
+    content = json.loads(before)
+    *way, last = data.draw(st.sampled_from([place for place in places(content) if place]))
+    inside = content
+    for key in way:
+        inside = inside[key]
+    inside[last] = wrong
+    path.write_text(json.dumps(content))
+    run = read_run(row, "row")
+    path.write_text(before)
+    assert isinstance(run, Run) and set(run.problems) <= {name}
+    for value in (final_norm(run), exit_failure(run), alpha_range(run), *alpha_changes(run).values()):
+        assert value is None or value == value
+    assert isinstance(run.audit, Audit) and run.state_in_words and run.num_loops == 4
