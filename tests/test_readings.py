@@ -140,8 +140,9 @@ def places(value: object, at: tuple[str | int, ...] = ()) -> list[tuple[str | in
     return [at, *(place for key, item in inside for place in places(item, (*at, key)))]
 
 
+# No subnormal numbers: after a test that trained in this process, the processor flushes them.
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats(allow_subnormal=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )

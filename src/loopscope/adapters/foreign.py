@@ -25,6 +25,10 @@ INDEX_FILE = "model.safetensors.index.json"
 Shape = tuple[int, ...]
 
 
+class FieldError(ConfigError):
+    """A field of a config.json is missing or of the wrong kind; the message names file and field."""
+
+
 @dataclass(frozen=True)
 class Foreign:
     """A model of somebody else on the protocol, with what an audit wants to know of it."""
@@ -53,21 +57,21 @@ class Fields:
         """A whole number of at least 1."""
         value = self._present(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.path}: {name} = {value!r} is not a whole number of at least 1")
+            raise FieldError(f"{self.path}: {name} = {value!r} is not a whole number of at least 1")
         return value
 
     def number(self, name: str) -> float:
         """A number above 0."""
         value = self._present(name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise ConfigError(f"{self.path}: {name} = {value!r} is not a number above 0")
+            raise FieldError(f"{self.path}: {name} = {value!r} is not a number above 0")
         return float(value)
 
     def flag(self, name: str) -> bool:
         """True or false; absent and null are false."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{self.path}: {name} = {value!r} is neither true nor false")
+            raise FieldError(f"{self.path}: {name} = {value!r} is neither true nor false")
         return bool(value)
 
     def unsupported(self, name: str, why: str) -> UnsupportedError:
@@ -76,7 +80,7 @@ class Fields:
 
     def _present(self, name: str) -> Any:
         if self.values.get(name) is None:
-            raise ConfigError(f"{self.path}: the field {name} is missing")
+            raise FieldError(f"{self.path}: the field {name} is missing")
         return self.values[name]
 
 

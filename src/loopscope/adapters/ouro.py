@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from loopscope.adapters.foreign import Fields, Foreign, Shape, Weights
+from loopscope.adapters.foreign import FieldError, Fields, Foreign, Shape, Weights
 from loopscope.config import Config, ModelConfig
 from loopscope.errors import ConfigError
 from loopscope.model.looped_lm import LoopedLM, build
@@ -56,9 +56,9 @@ def config_of(fields: Fields) -> Config:
             norm_eps=fields.number("rms_norm_eps"),
             tie_head=fields.flag("tie_word_embeddings"),
         )
+    except FieldError:
+        raise
     except ConfigError as error:
-        if str(error).startswith(str(fields.path)):
-            raise
         raise ConfigError(f"{fields.path} describes no model that can be built: {error}") from error
     return replace(design, model=model)
 

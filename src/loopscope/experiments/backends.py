@@ -139,7 +139,7 @@ def launch(
     To be called by a thread that lives as long as the row: the row stops when that thread does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "loopscope.experiments.row", str(folder), spec_json, str(wait)]
+    command = [sys.executable, "-m", "loopscope.experiments.row_process", str(folder), spec_json, str(wait)]
     environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads)), **(extra or {})}
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(

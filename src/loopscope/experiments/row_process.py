@@ -1,6 +1,6 @@
 """One row of a grid, as a process of its own: train or go on training, evaluate, audit.
 
-    python -m loopscope.experiments.row FOLDER SPEC WAIT
+    python -m loopscope.experiments.row_process FOLDER SPEC WAIT
 
 SPEC is a `RowSpec` as JSON, WAIT the seconds to wait for the row's lock. Each stage that is done is skipped, so the
 same command goes on after a crash. Exit codes: 0 finished, 65 failed in a way that a retry would repeat, 75 another
