@@ -63,7 +63,7 @@ def test_the_help_shows_exactly_the_flags_that_are_parsed_each_once_with_its_doc
     sections = sections_of(VERBS[verb], start_here=START_HERE.get(verb, ()))
     flags = [flag for section in sections for flag in section.flags]
     with pytest.raises(SystemExit):
-        tyro.cli(VERBS[verb], args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
+        tyro.cli(VERBS[verb], prog="loopscope", args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
     parsed = {*re.findall(r"(?<=[ |])(?:--[a-z][a-z-]+|-[a-z])(?=[ ,])", capsys.readouterr().out)}
     assert sorted(name for flag in flags for name in flag.names) == sorted(parsed - {"-h", "--help"})
     assert all(flag.doc for flag in flags), "every field says what it is"
