@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loopscope.cli import VERBS, Shown, parse
 from loopscope.experiments.documents import read_reproduction
-from loopscope.experiments.tables import claims_table
+from loopscope.experiments.tables import brief_claims_table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "cli.md"
@@ -42,10 +42,10 @@ def with_claims(readme: str) -> str:
 
 
 def _claims_of(record: Path) -> str:
-    """The claims under the paper's recipe on validation text, as Markdown."""
+    """The claims under the paper's recipe on validation text in three columns, as Markdown."""
     claims = read_reproduction(record).claims
     assert claims is not None, f"{record} has no claims.json that can be read"
-    return claims_table(claims.of("paper", "valid")).markdown(heading=False).rstrip()
+    return brief_claims_table(claims.of("paper", "valid")).markdown(heading=False).rstrip()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def sections_of(verb: type[Any], defaults: object = None, start_here: Sequence[s
 
 def help_text(command: str, description: str, sections: Sequence[Section]) -> str:
     """What `--help` prints."""
-    arguments = [flag.values for section in sections for flag in section.flags if not flag.names]
+    positional = [flag for section in sections for flag in section.flags if not flag.names]
+    arguments = [flag.values if flag.default is dataclasses.MISSING else f"[{flag.values}]" for flag in positional]
     lines = [f"usage: {' '.join([command, *arguments, '[FLAGS]'])}", "", *description.splitlines()]
     for section in sections:
         title = f"{section.title}: {section.doc}" if section.doc else f"{section.title}:"

@@ -14,7 +14,7 @@ from typing import Any
 
 from loopscope.config import changes_learning
 from loopscope.experiments.conditions import CONDITIONS, FACTORS, file_name
-from loopscope.experiments.documents import ClaimsRecord, Difference, Judgement, Measured
+from loopscope.experiments.documents import FAILS, HOLDS, NOT_MEASURED, ClaimsRecord, Difference, Judgement, Measured
 from loopscope.experiments.results import Results, View, deviation, mean, shown
 from loopscope.readings import (
     CHANCE,
@@ -253,6 +253,26 @@ def claims_table(claims: list[Judgement]) -> Table:
         "P: abstract and project page; R: a review."
     )
     return Table("claims", "Claims", header, rows, note)
+
+
+def brief_claims_table(claims: list[Judgement]) -> Table:
+    """Claim, what decides it here, whether it holds: of a claim that fails, the first quantity that breaks its rule."""
+    rows = []
+    for claim in claims:
+        ruled = [quantity for quantity in claim.quantities if quantity.rule and quantity.n]
+        deciding = next((quantity for quantity in ruled if quantity.obeyed is False), ruled[0] if ruled else None)
+        here = claim.reason if deciding is None else f"{deciding.name}: {_brief(deciding)} (rule: {deciding.rule})"
+        rows.append([f"{claim.id} {claim.title}", here, IN_A_WORD.get(claim.verdict, claim.verdict)])
+    return Table("claims_in_brief", "Claims", ["claim", "here", "holds"], rows)
+
+
+def _brief(quantity: Measured) -> str:
+    """Mean and interval in three digits: a rule for every seed may be broken where the mean obeys it."""
+    low, middle, high = (shown(value, 3) for value in (quantity.low, quantity.mean, quantity.high))
+    return middle if quantity.low is None else f"{middle} [{low}, {high}]"
+
+
+IN_A_WORD = {HOLDS: "yes", FAILS: "no", NOT_MEASURED: "not measured"}
 
 
 def measured(quantity: Measured) -> str:
