@@ -1,4 +1,4 @@
-"""`loopscope reproduce` as a user runs it: judge, go on, share, refuse, stop, and say how to go on."""
+"""`loopscope reproduce` as a user runs it: judge, resume, share, refuse, stop, and say how to resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopscope train` and `loopscope eval` as a user runs them: finish, stop, go on, refuse, and say why."""
+"""`loopscope train` and `loopscope eval` as a user runs them: finish, stop, resume, refuse, and say why."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1
 SPLITS = ("valid", "test")
 """Splits that are scored, in the order they are shown: choices are made on the first."""
 MOST_PERPLEXITY_CE = 700.0
-"""Nats above which exp(CE) is no number any more."""
+"""Nats above which exp(CE) is not a number any more."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def hrm(tmp_path_factory):
         ("", "config.json is empty"),
         ("{model_type: ouro", "config.json is not JSON"),
         ("[" * 100_000, "config.json is not JSON"),
-        ("[1, 2]", "config.json holds no JSON object but a list"),
+        ("[1, 2]", "config.json holds not a JSON object but a list"),
         ("{}", "config.json has no model_type; known: hrm_text, ouro"),
         ('{"model_type": "llama"}', "model type 'llama' has no adapter (known: hrm_text, ouro)"),
         ('{"model_type": ["ouro"]}', "model type ['ouro'] has no adapter"),
@@ -108,7 +108,7 @@ def test_pickled_weights_are_never_opened(tmp_path):
 def test_a_damaged_file_is_named(ouro):
     whole = (ouro / "model.safetensors").read_bytes()
     (ouro / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RunError, match=r"model\.safetensors is no readable"):
+    with pytest.raises(RunError, match=r"model\.safetensors is not a readable"):
         open_folder(ouro)
 
 

@@ -109,7 +109,7 @@ class _HuggingFaceEvents(_Events):
     unlogged: dict[str, float] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        """Begin to watch; a resumed run goes on with what its checkpoint remembers."""
+        """Begin to watch; a resumed run continues with what its checkpoint remembers."""
         self.remembered = state.stateful_callbacks.get(STATE_KEY)
         autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         self._start(model, autocast, speak=state.is_world_process_zero)
@@ -156,7 +156,7 @@ class _LightningEvents(_Events):
     """For lightning.Trainer: figures by `log_dict`, alarms through `logging`, `stop` ends the training."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to watch; a resumed run goes on with what its checkpoint remembers."""
+        """Begin to watch; a resumed run continues with what its checkpoint remembers."""
         autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(trainer.precision)
         self._start(pl_module, autocast, speak=trainer.is_global_zero)
 

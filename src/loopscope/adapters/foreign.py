@@ -135,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise RunError(f"{path} holds no JSON object but a {type(data).__name__}")
+        raise RunError(f"{path} holds not a JSON object but a {type(data).__name__}")
     return data
 
 
@@ -161,7 +161,7 @@ def _indexed(index: Path) -> list[Path]:
         raise RunError(f"{index} has no weight_map")
     for name in home.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise RunError(f"{index} names {name!r}, which is no .safetensors file of its own folder")
+            raise RunError(f"{index} names {name!r}, which is not a .safetensors file of its own folder")
     files = [index.parent / name for name in sorted(set(home.values()))]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
@@ -173,4 +173,4 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise RunError(f"{path} is no readable .safetensors file: {error}") from error
+        raise RunError(f"{path} is not a readable .safetensors file: {error}") from error

@@ -35,7 +35,7 @@ TOP_HELP = """Train, audit and run looped (depth-recurrent, weight-shared) langu
 
 examples:
   loopscope quickstart                   the blind spot in a few minutes, on this machine
-  loopscope train --preset nano          train; Ctrl-C saves, the same command goes on
+  loopscope train --preset nano          train; Ctrl-C saves, the same command resumes
   loopscope audit runs/NAME              which state variables the loop carries and no loss sees
   loopscope eval runs/NAME --depths 1..8 what exiting after each loop costs
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures

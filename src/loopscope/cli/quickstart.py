@@ -40,7 +40,7 @@ class Quickstart:
     help: ClassVar[str] = """Train the paper's 2×2 small, audit it, and write a page about it, in a few minutes.
 
 {terminal, per-loop} cross-entropy × {RMSNorm, raw} readout, on the interpreter's own documentation; nothing is
-downloaded. One process per core, one row each. Ctrl-C saves, and the same command goes on.
+downloaded. One process per core, one row each. Ctrl-C saves, and the same command resumes.
 
 examples:
   loopscope quickstart
@@ -66,7 +66,7 @@ examples:
         try:
             rows = run_rows(make_request(self.seed, self.steps), self.out, backend, RETRIES)
         except KeyboardInterrupt:
-            say(f"interrupted; rows were saved. Go on with: loopscope {shlex.join(sys.argv[1:])}")
+            say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
             return EXIT_INTERRUPTED
         results = read_results(self.out)
         page = self._write_page()

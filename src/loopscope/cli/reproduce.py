@@ -68,7 +68,7 @@ class Reproduce:
 
     help: ClassVar[str] = f"""Train the paper's grid, audit it, and settle each claim of arXiv 2606.24898 at this size.
 
-The same command goes on after an interruption; a second one on the same --out shares the work. Exit code 1 when a
+The same command resumes after an interruption; a second one on the same --out shares the work. Exit code 1 when a
 claim that holds in the paper does not hold here, or a row failed.
 
 conditions: {", ".join([*GROUPS, *CONDITIONS])}
@@ -100,7 +100,7 @@ examples:
             try:
                 rows = run_rows(self._request(), out, self._backend, self.retries)
             except KeyboardInterrupt:
-                say(f"interrupted; rows were saved. Go on with: loopscope {shlex.join(sys.argv[1:])}")
+                say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
                 return EXIT_INTERRUPTED
         results, claims = publish(out, say)
         if not results.rows and not results.failures:

@@ -1,9 +1,9 @@
-"""One row of a grid, as a process of its own: train or go on training, evaluate, audit.
+"""One row of a grid, as a process of its own: train or resume, evaluate, audit.
 
     python -m loopscope.experiments.row_process FOLDER SPEC WAIT
 
 SPEC is a `RowSpec` as JSON, WAIT the seconds to wait for the row's lock. Each stage that is done is skipped, so the
-same command goes on after a crash. Exit codes: 0 finished, 65 failed in a way that a retry would repeat, 75 another
+same command resumes after a crash. Exit codes: 0 finished, 65 failed in a way that a retry would repeat, 75 another
 process has the row, 130 interrupted (and saved), anything else a crash. Torch is imported once the row is ours.
 """
 

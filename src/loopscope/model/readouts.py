@@ -19,7 +19,7 @@ from loopscope.config import ModelConfig
 from loopscope.model.layers import make_norm
 
 HIDDEN_BELOW = 1e-4
-"""A scale exponent (or taper share) below this is no training signal: the readout counts as hiding scale."""
+"""A scale exponent (or taper share) below this is not a training signal: the readout counts as hiding scale."""
 
 NOTHING: frozenset[str] = frozenset()
 SCALE = frozenset({"scale"})

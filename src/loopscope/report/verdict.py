@@ -142,7 +142,7 @@ def _scale(groups: Sequence[Group]) -> str:
         text += (
             f" With a norm penalty and the RMSNorm readout kept it ends at {_brief(penalised)}." if penalised else ""
         )
-        return text if ratio >= CLEAR else f"{text} That is no clear contrast; longer runs may show one."
+        return text if ratio >= CLEAR else f"{text} That is not a clear contrast; longer runs may show one."
     if len(norms) > 1:
         low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
         return (

@@ -71,13 +71,13 @@ def check_resume(run: RunFolder, config: Config) -> None:
 
 
 def find_checkpoint(run: RunFolder, resume: str, say: Say) -> checkpoint.Checkpoint | None:
-    """What --resume auto|must|never|PATH asks for: a checkpoint to go on from, or none."""
+    """What --resume auto|must|never|PATH asks for: a checkpoint to resume, or none."""
     if resume not in ("auto", "must", "never"):
         return checkpoint.load(checkpoint_path(Path(resume)))
     there = checkpoint.list_steps(run.checkpoints)
     if resume == "never":
         if there:
-            raise RunError(f"{run.path} already has checkpoints; --resume auto goes on, another --out starts anew")
+            raise RunError(f"{run.path} already has checkpoints; --resume auto resumes them, another --out starts anew")
         return None
     found = checkpoint.newest(run.checkpoints, say)
     if found is None and there:
