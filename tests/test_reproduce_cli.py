@@ -70,15 +70,15 @@ def test_a_small_grid_is_run_judged_and_not_run_again(texts, tmp_path, capsys):
     assert "steps = 6, not 7 (flag --steps)" in capsys.readouterr().err
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_the_same_command_does(texts, tmp_path):
-    arguments = command(texts, tmp_path / "out", "--conditions", "per-loop+raw", "--seeds", "1", "--steps", "60")
+def test_ctrl_c_saves_says_how_to_resume_and_the_same_command_does(texts, tmp_path):
+    arguments = command(texts, tmp_path / "out", "--conditions", "per-loop+raw", "--seeds", "1", "--steps", "120")
     process = start(arguments)
     metrics = tmp_path / "out" / "rows" / "per-loop+raw-s42" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and "\n" in metrics.read_text(), "it trains")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in err
-    assert f"Go on with: loopscope {' '.join(arguments)}" in err
+    assert f"Resume with: loopscope {' '.join(arguments)}" in err
     record = json.loads(metrics.with_name("row.json").read_text())
     assert record["state"] == "open" and list(metrics.parent.glob("checkpoints/step-*"))
     again = start(arguments)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -165,17 +164,18 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(text, tmp_path):
     assert again.returncode == 0 and f"at step {step}" in err
 
 
-def test_a_second_process_in_the_same_folder_is_refused(text, tmp_path):
-    first = start(text, tmp_path / "run", "--steps", "100000")
-    deadline = time.time() + 60
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.time() < deadline:
-        time.sleep(0.05)
-    second = start(text, tmp_path / "run")
-    _, err = second.communicate(timeout=60)
-    first.kill()
-    first.communicate()
-    assert second.returncode == 2
-    assert f"is in use by process {first.pid}" in err
+def test_a_second_process_in_the_same_folder_is_refused(train, tmp_path):
+    holding = (
+        "import sys, pathlib, loopscope.runs\n"
+        "with loopscope.runs.RunFolder(pathlib.Path(sys.argv[1])).locked():\n"
+        "    print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holding, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        code, _, err = train()
+        first.kill()
+    assert code == 2 and f"is in use by process {first.pid}" in err
 
 
 def test_eval_scores_every_depth_also_beyond_the_trained_one(train, tmp_path, capsys):

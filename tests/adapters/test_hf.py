@@ -140,8 +140,8 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         ("", "is empty"),
         ("{}", "has no weight_map"),
         ('{"weight_map": {"a": 3}}', "names 3"),
-        ('{"weight_map": {"a": "../secret.safetensors"}}', "no .safetensors file of its own folder"),
-        ('{"weight_map": {"a": "pytorch_model.bin"}}', "no .safetensors file of its own folder"),
+        ('{"weight_map": {"a": "../secret.safetensors"}}', "not a .safetensors file of its own folder"),
+        ('{"weight_map": {"a": "pytorch_model.bin"}}', "not a .safetensors file of its own folder"),
     ],
 )
 def test_an_index_cannot_lead_elsewhere(ouro, index, sentence):

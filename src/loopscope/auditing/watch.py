@@ -42,8 +42,8 @@ def watch(
 
     `model` is a LoopedModel, or a module that contains one (a DDP wrapper, a LightningModule). `supervised` says which
     loops get cross-entropy: "every-loop", "terminal" or their numbers. `controlled` says that a loss term already sees
-    the scale (a norm penalty): then growth is not a blind spot. `autocast` is the dtype you train in under torch.autocast.
-    `on_alarm` gets each alarm; without it they are Python warnings.
+    the scale (a norm penalty): then growth is not a blind spot. `autocast` is the dtype you train in under
+    torch.autocast. `on_alarm` gets each alarm; without it they are Python warnings.
 
         with ls.watch(model, on_alarm=print) as monitor:
             for ids, targets in batches:

@@ -265,7 +265,9 @@ def _check_same(grid: Grid, before: GridRecord) -> None:
             raise _other_grid(grid.out, name, theirs, ours)
     for name, flag in texts.items():
         if before.data.get(name, grid.data.get(name)) != grid.data.get(name):
-            raise RunError(f"the text of --{flag.replace('_', '-')} is not what {grid.out} was started with; {OTHER_OUT}")
+            raise RunError(
+                f"the text of --{flag.replace('_', '-')} is not what {grid.out} was started with; {OTHER_OUT}"
+            )
     same = before.recipes.get(request.recipe)
     if same is not None and (found := first_difference(same.config, config_to_dict(grid.common))) is not None:
         raise _other_grid(grid.out, *found)
