@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from loopscope.auditing.visibility import field_shares
+from loopscope.config import PAPER_PENALTY
 from loopscope.protocol import LoopedModel, LoopTrace
 from loopscope.readings import HIDDEN_SHARE
 
@@ -204,8 +205,9 @@ class ScaleMonitor:
             f"step {seen.step}: ‖h_K‖ is {seen.norms[-1]:.3g}, {seen.norms[-1] / self.start:.0f} times its start, "
             f"beyond twice since step {since}, changing by {_percent(seen.slope)} per step; the loop hands on "
             f"{seen.carried:.2g} of a change of it, and the radial gradient share is at most "
-            f"{max(seen.shares.values()):.1g}: no loss sees the scale. Remedy: --norm-penalty 0.01 (in your own loop "
-            "loss += ls.norm_penalty(states, 0.01)), --readout raw or final-only, or --inter-loop-norm rmsnorm",
+            f"{max(seen.shares.values()):.1g}: no loss sees the scale. Remedy: --norm-penalty {PAPER_PENALTY} "
+            f"(in your own loop loss += ls.norm_penalty(states, {PAPER_PENALTY})), --readout raw or final-only, or "
+            "--inter-loop-norm rmsnorm",
         )
 
     def _headroom(self, seen: Observation) -> Alarm | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loopscope.auditing.result import BlindDirections, Variable
 from loopscope.auditing.search import CLASSES, HIDDEN, StateFindings, median_dimension
+from loopscope.config import PAPER_PENALTY
 
 SEVERITY = ("visible", "weak", "removed", "damped", "inert", "memory", "blind")
 """From harmless to alarm; over loops the last one counts."""
@@ -24,11 +25,11 @@ REMEDIES: dict[str, tuple[str, str | None]] = {
     "scale": (
         "let a loss see the scale (a norm penalty; a raw or final-only readout) or take it out of the loop "
         "(an inter-loop norm)",
-        "--norm-penalty 0.01",
+        f"--norm-penalty {PAPER_PENALTY}",
     ),
     "mean": ("read out through RMSNorm or raw, or norm between loops with LayerNorm", "--readout rmsnorm"),
 }
-OTHER_REMEDY = ("let the readout see these directions, or add a loss term on them", "--norm-penalty 0.01")
+OTHER_REMEDY = ("let the readout see these directions, or add a loss term on them", f"--norm-penalty {PAPER_PENALTY}")
 
 Findings = list[dict[int, StateFindings]]
 """One entry per state: loop → findings."""
