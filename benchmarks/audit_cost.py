@@ -20,7 +20,7 @@ import tyro
 import loopscope as ls
 from loopscope.config import Config, ModelConfig
 from loopscope.targets import of_config
-from loopscope.training.optim import Optimizers, clip_gradients
+from loopscope.training.optimizers import Optimizers, clip_gradients
 from side_by_side import extra_peak_mib, machine
 
 STEPS_ALLOWED = 20

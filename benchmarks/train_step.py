@@ -31,7 +31,7 @@ from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.presets import preset
 from loopscope.training.flops import flops_per_token
-from loopscope.training.optim import Optimizers, clip_gradients
+from loopscope.training.optimizers import Optimizers, clip_gradients
 from side_by_side import extra_peak_mib, machine, sgemm_gflops
 
 

@@ -19,7 +19,7 @@ from loopscope import machine
 from loopscope.config import TrainingConfig
 from loopscope.errors import UnsupportedError
 from loopscope.experiments.grid import RowSpec
-from loopscope.training.optim import Optimizers
+from loopscope.training.optimizers import Optimizers
 
 ANNOUNCED = "processor : 0\nmodel name : Xeon (made up)\nflags : fpu avx512_bf16 amx_bf16 amx_tile\n\nprocessor : 1\n"
 DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"

@@ -298,7 +298,7 @@ def test_numbers_are_shown_with_four_digits(value, text):
 
 def test_claims_tables_and_figures_are_made_without_torch(grid):
     code = (
-        "import sys; from pathlib import Path; from loopscope.experiments.publish import publish; "
+        "import sys; from pathlib import Path; from loopscope.experiments.publication import publish; "
         f"publish(Path({str(grid)!r}), print); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

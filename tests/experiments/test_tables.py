@@ -16,7 +16,7 @@ from samples import eval_row, event_row
 
 from loopscope.errors import LoopscopeError, RunError
 from loopscope.experiments.claims import judge_all
-from loopscope.experiments.publish import publish
+from loopscope.experiments.publication import publish
 from loopscope.experiments.results import read_results
 from loopscope.experiments.tables import ONLY_FACTORS, Table, all_tables, depths_csv, escape_latex
 from loopscope.readings import read_run

@@ -15,7 +15,7 @@ from loopscope.config import ModelConfig, config_to_yaml
 from loopscope.model.layers import NORM_PLACEMENTS, Layer, PreNorm, make_norm
 from loopscope.training import checkpoint
 from loopscope.training.activations import Kernels
-from loopscope.training.optim import Optimizers
+from loopscope.training.optimizers import Optimizers
 from loopscope.training.plan import activation_bytes, largest_micro_batch, plan_memory
 
 SLOT = ("core", 0, 0)

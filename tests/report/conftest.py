@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from report_samples import write_reproduction, write_run
 
-from loopscope.report.build import build_report
+from loopscope.report.page import build_report
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from report_samples import write_reproduction, write_run
 
 from loopscope.experiments.conditions import CONDITIONS
-from loopscope.report.build import write_report
+from loopscope.report.page import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

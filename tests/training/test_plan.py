@@ -19,7 +19,7 @@ from loopscope.objectives.placement import Objective
 from loopscope.presets import preset
 from loopscope.training import activations, flops, plan
 from loopscope.training.flops import flops_per_token
-from loopscope.training.optim import Optimizers
+from loopscope.training.optimizers import Optimizers
 from loopscope.training.plan import plan_memory, plan_training
 
 BASE = ModelConfig(vocab_size=301, width=64, num_layers=2, num_loops=3, num_heads=4, max_length=32, dropout=0.0)

@@ -78,7 +78,7 @@ examples:
 
     def _write_page(self) -> Path | None:
         """report.html, where what draws it is installed."""
-        from loopscope.report.build import write_report
+        from loopscope.report.page import write_report
 
         page = self.out / "report.html"
         try:

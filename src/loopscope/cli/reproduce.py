@@ -92,7 +92,7 @@ examples:
 
     def run(self) -> int:
         """Run what is not finished, then judge, and print."""
-        from loopscope.experiments.publish import publish
+        from loopscope.experiments.publication import publish
 
         out = self.out or Path("runs") / f"reproduce-{self.size}"
         rows: list[RowStatus] = []

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from loopscope.config import Config, changes_learning, config_from_dict, config_to_dict
-from loopscope.data.prepare import Prepared, evaluation_corpus, pack_split, prepare
+from loopscope.data.preparation import Prepared, evaluation_corpus, pack_split, prepare
 from loopscope.errors import ConfigError, RunError
 from loopscope.experiments.conditions import (
     CONDITIONS,

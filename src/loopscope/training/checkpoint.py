@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from loopscope.errors import RunError
 from loopscope.runs import folder_written_whole
 from loopscope.training.distributed import Ranks
-from loopscope.training.optim import Optimizers
+from loopscope.training.optimizers import Optimizers
 
 FORMAT = 1
 MODEL, OPTIMIZER = "model/", "optimizer/"

@@ -24,7 +24,7 @@ from loopscope.training.flops import (
     passes_at,
     sampled_depths,
 )
-from loopscope.training.optim import split_parameters
+from loopscope.training.optimizers import split_parameters
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from loopscope.scores import Depth
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, spread
 from loopscope.training.guard import StepGuard, Verdict
-from loopscope.training.optim import Optimizers, clip_gradients, learning_rate
+from loopscope.training.optimizers import Optimizers, clip_gradients, learning_rate
 from loopscope.training.scores import evaluate_depths, score_batch
 
 Outcome = Literal["finished", "interrupted", "stopped"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from loopscope.data.corpora import Split, open_corpus
 from loopscope.data.packing import PackedTokens
-from loopscope.data.prepare import evaluation_tokens, pack_split
+from loopscope.data.preparation import evaluation_tokens, pack_split
 from loopscope.data.tokenizers import fit_tokenizer
 from loopscope.errors import ConfigError
 from loopscope.targets import Opened

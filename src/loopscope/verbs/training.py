@@ -1,6 +1,6 @@
 """`loopscope.train`: from a configuration to a run folder, fresh, resumed, or from other weights.
 
-Text → tokens (`data.prepare`) → batches by step (`data.stream`) → loss (`objectives`) → run folder (`training`).
+Text → tokens (`data.preparation`) → batches by step (`data.stream`) → loss (`objectives`) → run folder (`training`).
 Under torchrun every rank calls the same function.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.config import Config, ModelConfig, TargetConfig
-from loopscope.data.prepare import Prepared, prepare
+from loopscope.data.preparation import Prepared, prepare
 from loopscope.data.stream import TrainingStream, evaluation_batches
 from loopscope.errors import ConfigError, ProtocolError, RunError
 from loopscope.model.looped_lm import LoopedLM, build
@@ -27,7 +27,7 @@ from loopscope.targets import Opened, open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, join
 from loopscope.training.session import Setup, check_resume, find_checkpoint, manifest, set_up
-from loopscope.training.track import make_trackers
+from loopscope.training.trackers import make_trackers
 from loopscope.training.trainer import Outcome, Trainer
 
 Say = Callable[[str], None]

@@ -7,7 +7,7 @@ import torch
 
 import loopscope as ls
 from loopscope.config import TrainingConfig
-from loopscope.training.optim import Optimizers, clip_gradients, learning_rate, split_parameters
+from loopscope.training.optimizers import Optimizers, clip_gradients, learning_rate, split_parameters
 
 
 def rates(**fields) -> list[float]:

@@ -27,10 +27,10 @@ from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedE
 from loopscope.files import read_yaml
 from loopscope.readings import exit_failure, final_norm
 from loopscope.report import build
-from loopscope.report.build import build_report, render, write_report
 from loopscope.report.charts import Axis, log_ticks, plain, signed, signed_ticks, thin
 from loopscope.report.grouping import compare, group_runs
 from loopscope.report.inputs import Inputs, read_inputs
+from loopscope.report.page import build_report, render, write_report
 from loopscope.runs import write_json
 
 
@@ -131,7 +131,7 @@ def test_twenty_five_runs_stay_below_eight_megabytes(tmp_path, plotly):
 
 def test_building_a_page_does_not_import_torch(reproduction):
     code = (
-        "import sys, pathlib; from loopscope.report.build import build_report; "
+        "import sys, pathlib; from loopscope.report.page import build_report; "
         f"build_report([pathlib.Path({str(reproduction)!r})]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
