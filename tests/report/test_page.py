@@ -26,7 +26,7 @@ from loopscope.cli.report import Report
 from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedError
 from loopscope.files import read_yaml
 from loopscope.readings import exit_failure, final_norm
-from loopscope.report import build
+from loopscope.report import page as build
 from loopscope.report.charts import Axis, log_ticks, plain, signed, signed_ticks, thin
 from loopscope.report.grouping import compare, group_runs
 from loopscope.report.inputs import Inputs, read_inputs

@@ -16,7 +16,7 @@ def make_trackers(config: Config, folder: Path) -> tuple[Listener, ...]:
     """A listener for every tracker the configuration names."""
     makers = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
     try:
-        return tuple(makers[name](config, folder) for name in config.training.trackers)
+        return tuple(makers[name](config, folder) for name in config.training.track)
     except ImportError as error:
         raise UnsupportedError(f"--track needs {error.name}: pip install 'loopscope[track]'") from error
 
