@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.activity import loop_activity, motion
+from loopscope.auditing.free_range import FreeRange, Objections
 from loopscope.auditing.interventions import CLAMPED, INTERVENTIONS, intervened_cross_entropy
 from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject
-from loopscope.auditing.search import Search
+from loopscope.auditing.search import Search, audited_loops
 from loopscope.auditing.token_maps import TokenMaps, push, token_maps
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.auditing.visibility import (
@@ -31,7 +32,7 @@ from loopscope.auditing.visibility import (
 )
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, DataError, ProtocolError
-from loopscope.objectives.placement import supervised_loops
+from loopscope.objectives.placement import exit_weights
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopState, OwnLosses, check_products
 
@@ -78,12 +79,19 @@ class _Run:
     network: nn.Module | None
     ids_BT: Tensor
     targets_BT: Tensor
-    supervised: list[int]
+    weights: dict[int, float]
+    """Of the supervised loops."""
+    gated: bool
     terms: Sequence[Term]
     fields: dict[str, Field]
     options: AuditOptions
     progress: Progress
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def supervised(self) -> list[int]:
+        """Loops that get cross-entropy."""
+        return list(self.weights)
 
 
 def audit(
@@ -108,11 +116,13 @@ def audit(
     started = time.perf_counter()
     options = options or AuditOptions()
     ids_BT, targets_BT = _gather(batches, options)
-    loops = supervised_loops(supervised, model.num_loops)
+    weights = exit_weights(supervised, model.num_loops)
+    gated = isinstance(supervised, ObjectiveConfig) and supervised.placement == "gated"
     network = network_of(model)
     own = OwnLosses.of(model)
     terms = [*terms, *(() if own is None else own.losses())]
-    run = _Run(model, network, ids_BT, targets_BT, loops, terms, {**FIELDS, **(fields or {})}, options, progress)
+    fields = {**FIELDS, **(fields or {})}
+    run = _Run(model, network, ids_BT, targets_BT, weights, gated, terms, fields, options, progress)
     dtype = widest_affordable(network)
     with borrowed(network):
         try:
@@ -178,7 +188,10 @@ def _measure(run: _Run) -> dict[str, Any]:
         parts["interventions"].append({"name": name, "clamps": CLAMPED.get(name), "ce": ce, "delta_ce": ce - before})
     parts["heaviest_tokens"] = _heaviest(run.ids_BT, states[num_loops].h_BTD)
     parts["control"] = raw_readout_control(states[num_loops].h_BTD, run.targets_BT)
-    parts["search"] = _search(run)
+    objections = Objections(run.model, states, run.weights, run.terms, gated=run.gated)
+    audited = audited_loops(run.supervised)
+    ranges = {name: objections.free_range(of, audited) for name, of in run.fields.items()}
+    parts["search"] = _search(run, ranges)
     return parts
 
 
@@ -274,13 +287,13 @@ def _heaviest(ids_BT: Tensor, h_BTD: Tensor) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _search(run: _Run) -> tuple[BlindDirections, list[Any]]:
+def _search(run: _Run, ranges: dict[str, FreeRange]) -> tuple[BlindDirections, list[Any]]:
     """Sample prefixes, examine each, and sum up."""
     options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
     count = min(options.states, run.ids_BT.numel())
     rows, lengths = _prefixes(run.ids_BT, options, count, generator)
     width = run.model.embed(run.ids_BT[:1, :1]).h_BTD.shape[-1]
-    search = Search(run.model, run.supervised, run.terms, matrix_free=options.matrix_free(width), seed=options.seed)
+    search = Search(run.model, run.weights, run.terms, matrix_free=options.matrix_free(width), seed=options.seed)
     findings: verdicts.Findings = []
     states_at: dict[int, list[Tensor]] = {k: [] for k in search.audited}
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -288,12 +301,12 @@ def _search(run: _Run) -> tuple[BlindDirections, list[Any]]:
         token = token_maps(run.model, run.ids_BT[row, :length], search.deepest)
         if index == 0:
             _check_derivatives(run, token, search)
-        findings.append(search.examine(token, run.fields))
+        findings.append(search.examine(token, run.fields, ranges))
         for k in search.audited:
             states_at[k].append(token.h_D(k).double())
     components_DC = _principal_components(torch.stack([h_D for states in states_at.values() for h_D in states]))
     found = verdicts.blind_directions(findings, components_DC, states_at)
-    return found, verdicts.variables(findings, found)
+    return found, verdicts.variables(findings, found, ranges)
 
 
 def _prefixes(

@@ -40,6 +40,11 @@ class Variable:
     evidence: str
     remedy: str | None
     flag: str | None
+    free_range: float | None = None
+    """How many times its own length it can run before the objective notices; null where there is no limit, or for
+    directions that were found."""
+    free_tokens: float | None = None
+    """Share of tokens for which that is tenfold or more."""
 
 
 @dataclass(frozen=True)

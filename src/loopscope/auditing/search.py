@@ -22,22 +22,25 @@ Shape legend: N hidden directions, C directions under test, R rows, D width, F f
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from loopscope.auditing.free_range import NOTICED, FreeRange
 from loopscope.auditing.token_maps import TokenMaps, jacobian, pull, push
 from loopscope.errors import ProtocolError
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LinearReadout, LoopedModel
 
-HIDDEN = 1e-3
-"""A singular value below this share of the median shows nothing that training could use."""
-WEAK = 3e-2
-"""Below this share it shows something, but little."""
+LENGTHS = 10.0
+"""A direction that can run this many lengths of the state before the objective notices is hidden."""
+HIDDEN = 1.0
+"""Singular values are in such units: below 1, ten lengths go unnoticed."""
+WEAK = 10 / 3
+"""Below this, three lengths go unnoticed: something is shown, but little."""
 NOTHING = 1e-6
 """Below this share of the largest, a singular value is zero; the median is taken over the others."""
 CARRIED = 1e-3
@@ -73,11 +76,11 @@ class Hidden:
 
     k: int
     spectrum: Tensor
-    """Singular values over the median of those that are not zero, descending."""
+    """What is noticed of ten lengths of the state along each singular direction, √(nats/0.01), descending."""
     reference: float
-    """That median."""
+    """Median of the readout's own singular values that are not zero."""
     gram_DD: Tensor
-    """JᵀJ."""
+    """JᵀJ of the readout."""
     basis_DN: Tensor
     """Orthonormal basis of the hidden directions."""
 
@@ -116,7 +119,8 @@ class StateFindings:
 class FieldFinding:
     """A named direction field (scale, mean, a user's own) at one state."""
 
-    verdict: str
+    fate: str
+    """What becomes of it in the loop; "unasked" where the objective holds it."""
     visibility: float
     delayed: float
     activity: float
@@ -144,42 +148,50 @@ class LogitMetric:
         return (tangents_RF - tangents_RF.mean(-1, keepdim=True)) / tangents_RF.shape[-1] ** 0.5
 
 
+def audited_loops(supervised: Sequence[int]) -> list[int]:
+    """Supervised loops whose state goes on in training; if only the last is supervised, that one."""
+    return [k for k in sorted(supervised) if k < max(supervised)] or [max(supervised)]
+
+
 class Search:
     """The questions, asked of one model under one objective."""
 
     def __init__(
         self,
         model: LoopedModel,
-        supervised: Sequence[int],
+        weights: Mapping[int, float],
         terms: Sequence[Term] = (),
         *,
         matrix_free: bool = False,
         seed: int = 0,
     ) -> None:
         self.metric = LogitMetric(model)
-        self.supervised, self.terms, self.matrix_free = sorted(supervised), terms, matrix_free
+        self.model, self.weights, self.terms, self.matrix_free = model, dict(weights), terms, matrix_free
+        self.supervised = sorted(weights)
         self.num_loops = self.supervised[-1]
         self.generator = torch.Generator().manual_seed(seed)
 
     @property
     def audited(self) -> list[int]:
         """Supervised loops whose state goes on in training; if only the last is supervised, that one."""
-        return [k for k in self.supervised if k < self.num_loops] or [self.num_loops]
+        return audited_loops(self.supervised)
 
     @property
     def deepest(self) -> int:
         """The last loop that any question runs."""
         return max(self.audited) + max(LATER_LOOPS, self.num_loops - min(self.audited))
 
-    def examine(self, token: TokenMaps, fields: dict[str, Callable[[Tensor], Tensor]]) -> dict[int, StateFindings]:
-        """All audited loops of one token."""
+    def examine(
+        self, token: TokenMaps, fields: dict[str, Callable[[Tensor], Tensor]], ranges: Mapping[str, FreeRange]
+    ) -> dict[int, StateFindings]:
+        """All audited loops of one token; what becomes of a field is asked only where it is free."""
         hidden = {k: self.hidden(token, k) for k in self.supervised}
         findings = {}
         for k in self.audited:
             question = _Question(self, token, k, hidden)
             fate = question.fate(hidden[k].basis_DN)
             h_D = token.h_D(k).double()
-            named = {name: question.field(_unit(of(h_D))) for name, of in fields.items()}
+            named = {name: question.field(_unit(of(h_D)), asked=ranges[name].is_free(k)) for name, of in fields.items()}
             findings[k] = StateFindings(hidden[k], fate, named)
         return findings
 
@@ -209,14 +221,29 @@ class Search:
             raise ProtocolError(f"the readout at loop {k} has a derivative that is NaN or infinite")
         if gram_DD.diagonal().sum() == 0:
             raise ProtocolError(f"the readout at loop {k} does not depend on the state h_{k}: its derivative is zero")
-        for term in self.terms:
-            seen_FD = jacobian(partial(token.shown_by, term, k), h_D)
-            gram_DD = gram_DD + seen_FD.T @ seen_FD
-        squares_D, vectors_DD = torch.linalg.eigh(gram_DD)
-        singular_D = squares_D.clamp(min=0).sqrt()
-        reference = float(singular_D[singular_D > NOTHING * singular_D[-1]].median())
-        spectrum_D = singular_D / reference
+        own_D = torch.linalg.eigvalsh(gram_DD).clamp(min=0).sqrt()
+        reference = float(own_D[own_D > NOTHING * own_D[-1]].median())
+        squares_D, vectors_DD = torch.linalg.eigh(self._noticed(token, k, h_D, gram_DD))
+        spectrum_D = squares_D.clamp(min=0).sqrt()
         return Hidden(k, spectrum_D.flip(0), reference, gram_DD, vectors_DD[:, spectrum_D <= HIDDEN])
+
+    def _noticed(self, token: TokenMaps, k: int, h_D: Tensor, gram_DD: Tensor) -> Tensor:
+        """The quadratic form of what is noticed of ten lengths along a direction, over the limit.
+
+        ½·w·g²·‖J v‖² of the exit, w its weight among those from k on and g = max(1, 1/rms z) for tiny logits; and the
+        squared length that each term shows, at the scale that the design fixes.
+        """
+        with torch.no_grad():
+            (logits_V,) = token.logits(h_D[None], k).double()
+        gain = 1 / min(float((logits_V - logits_V.mean()).square().mean().sqrt().clamp(min=1e-30)), 1.0)
+        weight = self.weights[k] / sum(w for j, w in self.weights.items() if j >= k)
+        moved = LENGTHS**2 * float(h_D.double().square().sum())
+        noticed_DD = 0.5 * weight * gain**2 * moved * gram_DD
+        scale = float(h_D.norm()) / len(h_D) ** 0.5
+        for term in self.terms:
+            seen_FD = jacobian(partial(token.shown_by, term, k), h_D / scale)
+            noticed_DD = noticed_DD + LENGTHS**2 * len(h_D) * seen_FD.T @ seen_FD
+        return noticed_DD / NOTICED
 
 
 class _Question:
@@ -234,17 +261,16 @@ class _Question:
         self._range: Tensor | None = None
         self._outside_removed_DC: Tensor | None = None
 
-    def field(self, unit_D: Tensor) -> FieldFinding:
-        """Verdict on one named direction; what becomes of it is asked only of a hidden one."""
+    def field(self, unit_D: Tensor, *, asked: bool) -> FieldFinding:
+        """One named direction. Whether a later exit shows it is not asked: its free range has moved it there, too."""
         visibility = self.hidden[self.k].visibility(unit_D)
         carried, effects = self._follow(unit_D[None])
-        if visibility > HIDDEN:
-            verdict = "visible" if visibility > WEAK else "weak"
-        else:
-            counts, _ = self._sort(unit_D[:, None], carried, effects)
-            verdict = next(name for name in CLASSES if counts[name])
+        fate = "unasked"
+        if asked:
+            counts, _ = self._sort(unit_D[:, None], carried, effects, but=("shown_later",))
+            fate = next(name for name in CLASSES if counts[name])
         gain, delayed = self._strengths(carried, effects)
-        return FieldFinding(_PUBLIC.get(verdict, verdict), visibility, delayed, gain)
+        return FieldFinding(_PUBLIC.get(fate, fate), visibility, delayed, gain)
 
     def fate(self, basis_DC: Tensor) -> Fate:
         """What becomes of a subspace."""
@@ -259,11 +285,15 @@ class _Question:
         gain = float(torch.linalg.matrix_norm(carried[0], ord=2))
         return gain, float(torch.linalg.matrix_norm(torch.cat(effects, dim=-1), ord=2)) / self.usual_effect
 
-    def _sort(self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor]) -> tuple[dict[str, int], Tensor]:
+    def _sort(
+        self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor], but: Sequence[str] = ()
+    ) -> tuple[dict[str, int], Tensor]:
         """Directions by class, each question taking some away, and coordinates of those that are left: the blind."""
         counts = dict.fromkeys(CLASSES, 0)
         rest = torch.eye(basis_DC.shape[1], dtype=torch.float64, device=basis_DC.device)
         for name, question in self._questions(basis_DC, carried, effects):
+            if name in but:
+                continue
             kept = question(rest)
             counts[name] = rest.shape[1] - kept.shape[1]
             rest = kept

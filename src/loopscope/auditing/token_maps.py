@@ -82,6 +82,10 @@ class TokenMaps:
             return linear.features(state, k, self.cache)[:, -1]
         return self._logits(state, k)[:, -1]
 
+    def logits(self, h_RD: Tensor, k: int) -> Tensor:
+        """The logits that the readout at loop k makes of the state."""
+        return self._logits(self._with(h_RD, k), k)[:, -1]
+
     def shown_by(self, term: Term, k: int, h_RD: Tensor) -> Tensor:
         """What a term of the loss shows of the state after loop k, as R×F; F is 0 where it shows nothing."""
         state = self._with(h_RD, k)

@@ -5,13 +5,15 @@ Shape legend: D width, C blind directions.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from loopscope.auditing.free_range import FreeRange
 from loopscope.auditing.result import BlindDirections, Variable
 from loopscope.auditing.search import CLASSES, HIDDEN, StateFindings, median_dimension
 from loopscope.config import PAPER_PENALTY
@@ -133,10 +135,10 @@ def _channels(rest_DC: Tensor) -> str | None:
     return "channels " + ", ".join(str(c) for c in sorted(order[:count].tolist()))
 
 
-def variables(findings: Findings, found: BlindDirections) -> list[Variable]:
+def variables(findings: Findings, found: BlindDirections, ranges: Mapping[str, FreeRange]) -> list[Variable]:
     """Scale and mean (and users' fields) first, then what the search found besides them."""
     names = list(next(iter(findings[0].values())).fields)
-    known = [_field_variable(name, findings) for name in names]
+    known = [_field_variable(name, findings, ranges[name]) for name in names]
     extra = [named["name"] for named in found.named if named["name"] not in names]
     others = [_discovered(str(name), found) for name in extra]
     if found.unnamed:
@@ -148,32 +150,51 @@ def variables(findings: Findings, found: BlindDirections) -> list[Variable]:
     return known + others
 
 
-def _field_variable(name: str, findings: Findings) -> Variable:
-    """The worst verdict over loops, each the most frequent one over states."""
+def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variable:
+    """The worst verdict over loops: how far it is free, and where it is, its most frequent fate over states."""
     by_loop = {}
     for k in findings[0]:
-        verdicts = Counter(one[k].fields[name].verdict for one in findings)
-        by_loop[k] = max(verdicts, key=lambda verdict: (verdicts[verdict], SEVERITY.index(verdict)))
-    worst = max(by_loop, key=lambda k: SEVERITY.index(by_loop[k]))
+        if not ranges.is_free(k):
+            by_loop[k] = "weak" if ranges.median[k] >= WEAK_RANGE else "visible"
+            continue
+        fates = Counter(one[k].fields[name].fate for one in findings)
+        by_loop[k] = max(fates, key=lambda fate: (fates[fate], SEVERITY.index(fate)))
+    worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k]), ranges.median[k]))
     verdict = by_loop[worst]
     at_worst = [one[worst].fields[name] for one in findings]
     visibility, delayed, activity = (
         statistics.median(getattr(one, number) for one in at_worst) for number in ("visibility", "delayed", "activity")
     )
     remedy, flag = REMEDIES.get(name, OTHER_REMEDY) if verdict == "blind" else (None, None)
-    evidence = EVIDENCE[verdict].format(k=worst, visibility=visibility, delayed=delayed, activity=activity)
-    return Variable(name, verdict, visibility, delayed, activity, evidence, remedy, flag)
+    far = "without limit" if ranges.median[worst] == math.inf else f"{ranges.median[worst]:.3g}-fold"
+    evidence = EVIDENCE[verdict].format(
+        k=worst, free=far, share=ranges.tenfold[worst], delayed=delayed, activity=activity
+    )
+    return Variable(
+        name,
+        verdict,
+        visibility,
+        delayed,
+        activity,
+        evidence,
+        remedy,
+        flag,
+        ranges.median[worst],
+        ranges.tenfold[worst],
+    )
 
 
+WEAK_RANGE = 3.0
+"""A variable that is free threefold is held, but weakly."""
 EVIDENCE = {
-    "visible": "loop {k}: its exit shows {visibility:.2g} of an average direction",
-    "weak": "loop {k}: its exit shows only {visibility:.1g} of an average direction",
-    "removed": "loop {k}: hidden ({visibility:.0e}), and no loop carries or writes it (gain {activity:.2g})",
-    "damped": "loop {k}: hidden ({visibility:.0e}), and dying out by more than 5 % a loop (gain {activity:.2g})",
-    "inert": "loop {k}: hidden ({visibility:.0e}) and carried, but nothing ever reads it; only its range is at risk",
-    "memory": "loop {k}: hidden ({visibility:.0e}), carried and read, but bounded by the loop",
-    "blind": "loop {k}: its exit shows {visibility:.0e} of an average direction; the next loop carries it on with "
-    "gain {activity:.2g}, and later exits depend on it ({delayed:.1g})",
+    "visible": "loop {k}: free to run {free} before it costs 1 % of perplexity",
+    "weak": "loop {k}: free to run {free} before it costs 1 % of perplexity",
+    "removed": "loop {k}: free to run {free}, but no loop carries or writes it (gain {activity:.2g})",
+    "damped": "loop {k}: free to run {free}, but dying out by more than 5 % a loop (gain {activity:.2g})",
+    "inert": "loop {k}: free to run {free} and carried, but nothing ever reads it; only its range is at risk",
+    "memory": "loop {k}: free to run {free}, carried and read, but bounded by the loop",
+    "blind": "loop {k}: free to run {free} before it costs 1 % of perplexity ({share:.0%} of tokens tenfold or more); "
+    "the next loop carries it on with gain {activity:.2g}, and later exits depend on it ({delayed:.1g})",
 }
 
 

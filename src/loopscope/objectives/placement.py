@@ -133,6 +133,14 @@ def supervised_loops(which: ObjectiveConfig | str | Sequence[int] | None, num_lo
     return loops
 
 
+def exit_weights(which: ObjectiveConfig | str | Sequence[int] | None, num_loops: int) -> dict[int, float]:
+    """The weight of each supervised loop, summing to 1; of gated exits, which weigh per token, equal ones."""
+    loops = supervised_loops(which, num_loops)
+    given = which.loop_weights if isinstance(which, ObjectiveConfig) else None
+    raw = {k: given[k - 1] if given else 1.0 for k in loops}
+    return {k: weight / sum(raw.values()) for k, weight in raw.items()}
+
+
 def _configured_loops(config: ObjectiveConfig, num_loops: int) -> list[int]:
     if config.placement == "terminal":
         return [num_loops]

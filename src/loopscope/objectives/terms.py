@@ -3,8 +3,8 @@
 The objective sums the values, the audit asks what is shown, the monitor whether the scale is seen, and the plan what
 autograd keeps for it. All of them read the same object, so that none of them can forget a term.
 
-    norm penalty    λ · mean over loops, tokens and width of h² = λ · mean s²        shows √λ·h
-    scale anchor    w · mean over loops and tokens of (s − target)²                  shows √w·‖h‖
+    norm penalty    λ · mean over loops, tokens and width of h² = λ · mean s²        shows √(λ/d)·h
+    scale anchor    w · mean over loops and tokens of (s − target)²                  shows √w·s
     z-loss          z · mean over exits of lse², lse = log Σ_v exp(logit_v)          shows √z·lse
     exit entropy    −w · mean over tokens of H(p), p the exit distribution           shows nothing: it only rewards
 
@@ -76,7 +76,7 @@ class NormPenalty(Term):
         return norm_penalty(seen.states, self.weight)
 
     def shows(self, h_BTD: Tensor, logits: Callable[[], Tensor]) -> Tensor:
-        return self.weight**0.5 * h_BTD
+        return (self.weight / h_BTD.shape[-1]) ** 0.5 * h_BTD
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ScaleAnchor(Term):
         return scale_anchor(seen.states, self.weight, self.target)
 
     def shows(self, h_BTD: Tensor, logits: Callable[[], Tensor]) -> Tensor:
-        return self.weight**0.5 * h_BTD.norm(dim=-1, keepdim=True)
+        return (self.weight / h_BTD.shape[-1]) ** 0.5 * h_BTD.norm(dim=-1, keepdim=True)
 
 
 @dataclass(frozen=True)
