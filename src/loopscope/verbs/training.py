@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from loopscope.config import Config, ModelConfig, TargetConfig
 from loopscope.data.prepare import Prepared, prepare
 from loopscope.data.stream import TrainingStream, evaluation_batches
-from loopscope.errors import ConfigError, ProtocolError, RunError
+from loopscope.errors import ProtocolError, RunError
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import SharedCore
@@ -100,6 +100,10 @@ def train_in(
     found = find_checkpoint(run, resume, say)
     source = None if init_from is None or found is not None else open_target(init_from)
     model = model_of(config)
+    if config.training.compile == "on":
+        SharedCore.needed(model, "--compile on")
+    if SharedCore.of(model) is None:
+        setup = setup.without("compile", f"the model has not {SharedCore.what}")
     if isinstance(config.model, TargetConfig):
         _try_out(model, config)
     data = _prepare(config, run, ranks, source, say)
@@ -198,11 +202,7 @@ def _make_trainer(
 
     trainer = Trainer(model, config, run, stream, valid, ranks=ranks, autocast=setup.autocast)
     if setup.value("compile"):
-        shared = SharedCore.of(model)
-        if shared is not None:
-            shared.core.compile()
-        elif training.compile == "on":
-            raise ConfigError.of("compile", "on", f"needs {SharedCore.what}, which this model lacks")
+        SharedCore.needed(model, "compiling one loop").core.compile()
     return trainer
 
 
