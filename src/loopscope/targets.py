@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,8 @@ def of_factory(word: str, seed: int) -> Opened:
         model.eval()
     if opened is not None:
         return replace(opened, name=word)
+    if isinstance(batches, Iterator):  # it can be read only once, and more than one measurement will
+        batches = _told_as_theirs(f"the batches of {word} failed", partial(list, batches))
     vocab_size = _told_as_theirs(f"the model of {word} failed on two tokens", lambda: _count_logits(model))
     return Opened(name=word, model=model, vocab_size=vocab_size, batches=batches)
 

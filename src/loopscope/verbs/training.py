@@ -19,7 +19,7 @@ from loopscope.config import Config, ModelConfig, TargetConfig
 from loopscope.data.prepare import Prepared, prepare
 from loopscope.data.stream import TrainingStream, evaluation_batches
 from loopscope.errors import ProtocolError, RunError
-from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.model.looped_lm import GatedLoopedLM, LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import SharedCore
 from loopscope.runs import RunFolder
@@ -131,11 +131,14 @@ def model_of(config: Config) -> nn.Module:
 
 
 def target_config(opened: Opened, max_length: int | None = None) -> ModelConfig | TargetConfig:
-    """An opened model as the model of a configuration: our own by its design, any other by its name."""
-    if isinstance(opened.model, LoopedLM):
-        return opened.model.config
-    if opened.config is not None and isinstance(opened.config.model, TargetConfig):
+    """An opened model as the model of a configuration: our own by its design, any other by its name.
+
+    What a factory returns goes by its name even where it is our class: weights and methods may be its own.
+    """
+    if opened.config is not None:
         return opened.config.model
+    if type(opened.model) in (LoopedLM, GatedLoopedLM) and opened.is_trained:
+        return opened.model.config
     longest = opened.max_length or max_length or opened.sequence_length
     return TargetConfig(
         target=opened.name, num_loops=opened.model.num_loops, vocab_size=opened.vocab_size, max_length=longest
