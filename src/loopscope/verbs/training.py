@@ -137,12 +137,11 @@ def target_config(opened: Opened, max_length: int | None = None) -> ModelConfig 
     """
     if opened.config is not None:
         return opened.config.model
-    if type(opened.model) in (LoopedLM, GatedLoopedLM) and opened.is_trained:
-        return opened.model.config
+    model = opened.model
+    if isinstance(model, LoopedLM) and type(model) in (LoopedLM, GatedLoopedLM) and opened.is_trained:
+        return model.config
     longest = opened.max_length or max_length or opened.sequence_length
-    return TargetConfig(
-        target=opened.name, num_loops=opened.model.num_loops, vocab_size=opened.vocab_size, max_length=longest
-    )
+    return TargetConfig(target=opened.name, num_loops=model.num_loops, vocab_size=opened.vocab_size, max_length=longest)
 
 
 def copy_weights(model: nn.Module, source: Opened) -> list[str]:
