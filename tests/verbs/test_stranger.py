@@ -178,7 +178,8 @@ def test_a_model_of_ours_from_a_factory_keeps_the_factorys_weights_and_class(the
         "    def readout(self, state, k, cache=None):\n"
         "        return 2 * super().readout(state, k, cache)\n"
         "def changed(kind=Doubled):\n"
-        "    model = kind(ModelConfig(vocab_size=256, width=16, num_layers=1, num_heads=2, num_loops=2, max_length=16))\n"
+        "    size = {'vocab_size': 256, 'width': 16, 'num_heads': 2, 'max_length': 16}\n"
+        "    model = kind(ModelConfig(num_layers=1, num_loops=2, **size))\n"
         "    torch.nn.init.constant_(model.positions.weight, 0.25)\n"
         "    return model\n"
         "def weights():\n"
@@ -351,7 +352,7 @@ def test_a_model_without_parameters_is_told_how_to_show_them(theirs, text, tmp_p
         "    n = Network()\n"
         "    return ls.adapt(embed=n.start, loop=n.turn, readout=n.predict, num_loops=3)\n"
     )
-    with pytest.raises(ProtocolError, match="no parameters to train; .* module="):
+    with pytest.raises(ProtocolError, match=r"no parameters to train; .* module="):
         ls.train(configure(theirs("hidden", code), text), tmp_path / "run")
 
 
