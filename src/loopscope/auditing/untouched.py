@@ -13,8 +13,8 @@ AFFORDABLE_BYTES = 2 << 30
 
 
 def network_of(model: object) -> nn.Module | None:
-    """The module whose parameters the model uses, as far as it says."""
-    return model if isinstance(model, nn.Module) else getattr(model, "module", None)
+    """The module whose parameters the model uses; None for functions that show none."""
+    return model if isinstance(model, nn.Module) else None
 
 
 @contextmanager
