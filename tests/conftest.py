@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    yield
+    torch.set_flush_denormal(False)  # training in this process turns it on, and hypothesis refuses to draw floats then
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,12 @@ from torch.utils import _pytree as pytree
 
 import loopscope as ls
 from loopscope import machine
+from loopscope.auditing.audit import AuditOptions
+from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, ProtocolError, UnsupportedError
-from loopscope.protocol import LoopState, run_loops
+from loopscope.inference.cache import KVCache
+from loopscope.protocol import Capability, LoopState, run_loops
+from loopscope.training.scores import score_batch
 
 
 @pytest.mark.parametrize("num_loops", [1, 2, 3, 7])
@@ -166,3 +170,119 @@ def test_a_bf16_model_is_refused_in_a_sentence_where_its_products_would_end_the_
         run_loops(ls.build(tiny), ids_BT)
     options = ls.AuditOptions(states=1, prefix=4, rollout=4)
     assert ls.audit(model, [ids_BT], options=options).model.audited_in == "float64"
+
+
+# --- capabilities ----------------------------------------------------------------------------------------------------
+
+CAPABILITIES = (
+    ls.LinearReadout, ls.Cached, ls.ExitGate, ls.DeclaredVisibility, ls.OwnLosses, ls.SharedCore, ls.Scheduled,
+)  # fmt: skip
+OURS = {ls.LinearReadout, ls.Cached, ls.DeclaredVisibility, ls.SharedCore, ls.Scheduled}
+
+
+def test_every_capability_of_the_protocol_is_tested_here():
+    assert set(Capability.__subclasses__()) == set(CAPABILITIES)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda one: one.__name__)
+def test_a_model_without_a_capability_is_none_and_the_sentence_names_capability_purpose_and_model(capability):
+    model = adapted(Stranger())
+    assert capability.of(model) is None
+    with pytest.raises(UnsupportedError) as caught:
+        capability.needed(model, "walking on water")
+    sentence = str(caught.value)
+    assert sentence.startswith("walking on water needs ") and "AdaptedModel" in sentence
+    assert capability.what in sentence and f"loopscope.{capability.__name__}" in sentence
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_our_model_has_its_capabilities_and_a_gate_only_where_the_configuration_says_so(tiny, gate):
+    model = ls.build(replace(tiny, exit_gate=gate))
+    expected = OURS | ({ls.ExitGate} if gate else set())
+    assert {capability for capability in CAPABILITIES if capability.of(model) is model} == expected
+    for capability in expected:
+        assert capability.needed(model, "anything") is model
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda one: one.__name__)
+def test_a_class_that_inherits_a_capability_without_implementing_it_cannot_be_made(capability):
+    class Hollow(nn.Module, capability):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Hollow()
+
+
+def test_attributes_of_the_same_name_are_not_taken_for_a_capability():
+    """Only inheriting says so: a `head` that is a module, `features` that are a list, a `core` that is a number."""
+
+    class Lookalike(Stranger):
+        num_loops = 3
+
+        def __init__(self):
+            super().__init__()
+            self.head, self.features, self.cache, self.exit_logits = nn.Linear(6, 11), ["a", "b"], {}, None
+            self.core, self.hides, self.losses = 7, True, [3]
+
+        def embed(self, ids):
+            return LoopState(self.table(ids))
+
+        def loop(self, state, k):
+            return state.with_h(self.step(state.h_BTD, k))
+
+        def readout(self, state, k):
+            return self.out(state.h_BTD)
+
+    model, ids = Lookalike(), torch.randint(11, (2, 5))
+    assert all(capability.of(model) is None for capability in CAPABILITIES)
+    result = ls.Objective(ObjectiveConfig())(model, ids, ids)
+    by_hand = [
+        nn.functional.cross_entropy(model.out(state.h_BTD).flatten(0, 1), ids.flatten())
+        for state in result.trace.states[1:]
+    ]
+    torch.testing.assert_close(result.loss, torch.stack(by_hand).mean())
+    assert ls.audit(model, [ids], options=QUICK).model.vocab_size == 11
+
+
+def test_a_cache_is_refused_by_name_where_the_model_takes_none():
+    with pytest.raises(UnsupportedError, match=r"needs a key-value cache \(loopscope\.Cached\)"):
+        run_loops(adapted(Stranger()), torch.randint(11, (1, 4)), cache=KVCache())
+
+
+QUICK = AuditOptions(states=2, prefix=6, tokens=24, rollout=5)
+
+
+class Shouting(ls.LoopedLM):
+    """A readout of its own: it puts the scale back that the norm took out."""
+
+    def readout(self, state, k, cache=None):
+        return super().readout(state, k, cache) * state.h_BTD.norm(dim=-1, keepdim=True)
+
+
+def test_a_subclass_with_a_readout_of_its_own_is_taken_at_its_word(tiny, ids_BT):
+    model = Shouting(tiny).eval()
+    assert ls.LinearReadout.of(model) is None and ls.Cached.of(model) is model
+    targets_BT = ids_BT.roll(1, dims=1)
+    trace = run_loops(model, ids_BT)
+    ce_K = torch.stack(
+        [
+            nn.functional.cross_entropy(model.readout(trace.states[k], k).flatten(0, 1), targets_BT.flatten())
+            for k in (1, 2, 3)
+        ]
+    )
+    result = ls.Objective(ObjectiveConfig())(model, ids_BT, targets_BT)
+    torch.testing.assert_close(result.ce_K, ce_K)
+    torch.testing.assert_close(result.loss, ce_K.mean())
+    scores = score_batch(model, ids_BT, targets_BT, 3)
+    torch.testing.assert_close((scores.ce_K / scores.tokens).float(), ce_K)
+    audited = ls.audit(model, [(ids_BT, targets_BT)], options=QUICK)
+    assert [loop.ce for loop in audited.loops[:3]] == pytest.approx(ce_K.tolist(), rel=1e-4)
+
+
+def test_the_audit_sees_what_an_overridden_readout_shows(tiny, ids_BT):
+    """Behind RMSNorm the scale is hidden; multiplied back in, it is visible, whatever the class inherits."""
+    verdicts = {}
+    for kind in (ls.LoopedLM, Shouting):
+        torch.manual_seed(0)
+        verdicts[kind] = ls.audit(kind(tiny), [ids_BT], options=QUICK).variable("scale").verdict
+    assert verdicts == {ls.LoopedLM: "blind", Shouting: "visible"}

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
 def of_config(name: str, config: Config, seed: int) -> Opened:
     """A freshly initialised model: what a design does before anybody pays for its training."""
     if isinstance(config.model, TargetConfig):
-        return replace(open_target(config.model.target, seed=seed), name=name, config=config)
+        opened = open_target(config.model.target, seed=seed)
+        return replace(opened, name=name, config=config, objective=config.objective, max_length=config.model.max_length)
     return Opened(
         name=name,
         model=build(config.model, seed=seed).eval(),
@@ -160,37 +162,56 @@ def of_folder(path: Path) -> Opened:
 
 def of_factory(word: str, seed: int) -> Opened:
     """package.module:factory → a LoopedModel, a pair of it and batches, or an `Opened`."""
-    module_name, _, attribute = word.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        factory: Any = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise ConfigError(f"cannot import {module_name!r} ({error}); run from its folder or install it") from error
-    except AttributeError:
-        raise ConfigError(f"module {module_name!r} has no {attribute!r}") from None
-    finally:
-        sys.path.pop(0)
+    factory = _imported(word)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = _called(factory, word)
-    if isinstance(made, Opened):
-        return replace(made, name=word)
+        made = _told_as_theirs(f"{word} failed", lambda: _called(factory, word))
+    opened = made if isinstance(made, Opened) else None
     model, batches = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model = model if opened is None else opened.model
     if missing := missing_methods(model):
         raise ConfigError(
             f"{word} returned {type(model).__name__}, which has no {', '.join(missing)}; see loopscope.adapt"
         )
     if isinstance(model, nn.Module):
         model.eval()
-    return Opened(name=word, model=model, vocab_size=_count_logits(model), batches=batches)
+    if opened is not None:
+        return replace(opened, name=word)
+    if isinstance(batches, Iterator):  # it can be read only once, and more than one measurement will
+        batches = _told_as_theirs(f"the batches of {word} failed", partial(list, batches))
+    vocab_size = _told_as_theirs(f"the model of {word} failed on two tokens", lambda: _count_logits(model))
+    return Opened(name=word, model=model, vocab_size=vocab_size, batches=batches)
+
+
+def _imported(word: str) -> Any:
+    """What package.module:factory names, also in the working folder."""
+    module_name, _, attribute = word.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"{word} is not {WORDS}: {module_name!r} cannot be the name of a module")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"cannot import {module_name!r} ({error}); run from its folder or install it") from error
+    except Exception as error:  # whatever their module does when it is imported
+        raise ConfigError(f"cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not hasattr(module, attribute):
+        raise ConfigError(f"module {module_name!r} has no {attribute!r}")
+    return getattr(module, attribute)
 
 
 def _called(factory: Any, word: str) -> Any:
-    """What a factory returns; whatever goes wrong inside it is told as its own mistake, with where."""
     if not callable(factory):
         raise ConfigError(f"{word} is a {type(factory).__name__}, not a function that returns a looped model")
+    return factory()
+
+
+def _told_as_theirs(what: str, action: Callable[[], Any]) -> Any:
+    """Run somebody else's code; whatever goes wrong in it is told as their own mistake, with where."""
     try:
-        return factory()
+        return action()
     except LoopscopeError:
         raise
     except Exception as error:
@@ -198,7 +219,7 @@ def _called(factory: Any, word: str) -> Any:
         while frame is not None and frame.tb_next is not None:
             frame = frame.tb_next
         where = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame is not None else ""
-        raise ConfigError(f"{word} failed{where}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what}{where}: {type(error).__name__}: {error}") from error
 
 
 def _count_logits(model: LoopedModel) -> int:

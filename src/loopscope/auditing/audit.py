@@ -367,7 +367,7 @@ def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | N
         audited_in=str(audited_in).removeprefix("torch."),
         step=step,
         supervised=run.supervised,
-        observables=[term.name for term in run.terms],
+        observables=[term.name for term in run.terms if type(term).shows is not Term.shows],
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from loopscope.protocol import Cache, Cached, LinearReadout, LoopedModel, LoopState
+from loopscope.protocol import Cache, Cached, LinearReadout, LoopedModel, LoopState, OwnLosses
 
 NORM = "clamped_norm"
 """Name of the carried norm."""
@@ -19,7 +20,7 @@ def clamped(model: LoopedModel) -> ClampedModel:
     return ClampedLinearModel(model) if has_both else ClampedModel(model)
 
 
-class ClampedModel(nn.Module):
+class ClampedModel(nn.Module, OwnLosses):
     """A LoopedModel around another: from loop 2 on, h_k is rescaled to ‖h_1‖ of its token."""
 
     def __init__(self, model: LoopedModel) -> None:
@@ -42,6 +43,11 @@ class ClampedModel(nn.Module):
     def readout(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
         """The wrapped model's."""
         return self.model.readout(state, k, *_given(cache))
+
+    def losses(self) -> Sequence[Any]:
+        """The wrapped model's, if it has any."""
+        own = OwnLosses.of(self.model)
+        return () if own is None else own.losses()
 
 
 class ClampedLinearModel(ClampedModel, LinearReadout, Cached):

@@ -13,7 +13,7 @@ AFFORDABLE_BYTES = 2 << 30
 
 
 def network_of(model: object) -> nn.Module | None:
-    """The module whose parameters the model uses: itself, where it is one."""
+    """The module whose parameters the model uses; None for functions that show none."""
     return model if isinstance(model, nn.Module) else None
 
 

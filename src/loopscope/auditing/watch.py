@@ -23,7 +23,7 @@ from loopscope.auditing.monitor import Alarm, Observation, Reading, ScaleMonitor
 from loopscope.errors import ConfigError, DataError, ProtocolError
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.objectives.placement import supervised_loops
-from loopscope.protocol import AdaptedModel, LoopedModel, LoopTrace, missing_methods, run_loops
+from loopscope.protocol import AdaptedModel, LoopedModel, LoopTrace, OwnLosses, missing_methods, run_loops
 
 EVERY = 50
 """Steps between observations: often enough to see a scale leave, seldom enough to cost below 1 % of step time."""
@@ -42,8 +42,9 @@ def watch(
 
     `model` is a LoopedModel, or a module that contains one (a DDP wrapper, a LightningModule). `supervised` says which
     loops get cross-entropy: "every-loop", "terminal" or their numbers. `controlled` says that a loss term already sees
-    the scale (a norm penalty): then growth is not a blind spot. `autocast` is the dtype you train in under
-    torch.autocast. `on_alarm` gets each alarm; without it they are Python warnings.
+    the scale (a norm penalty): then growth is not a blind spot; terms of the model itself are asked whether they do.
+    `autocast` is the dtype you train in under torch.autocast. `on_alarm` gets each alarm; without it they are Python
+    warnings.
 
         with ls.watch(model, on_alarm=print) as monitor:
             for ids, targets in batches:
@@ -73,7 +74,8 @@ class Watcher:
             raise ConfigError(f"every = {every}: the watcher looks every 1 or more steps")
         self.model, self.every, self.autocast = model, every, autocast
         self.supervised = supervised_loops(supervised, model.num_loops)
-        self.controlled = controlled
+        own = OwnLosses.of(model)
+        self.controlled = controlled or any(term.sees_scale for term in (() if own is None else own.losses()))
         """May be changed while training, when a penalty is turned on."""
         self.on_alarm = on_alarm or _warn
         self.monitor = ScaleMonitor()

@@ -76,9 +76,13 @@ class Objective:
         z_loss = sum(term.weight for term in terms if term.inside_cross_entropy)
         loss, ce_K, entropy = self._cross_entropy(model, trace, loops, targets_BT.flatten(), z_loss)
         seen = Pass(trace, entropy)
-        values = [(term.name, term.value(seen)) for term in terms if not term.inside_cross_entropy]
-        loss = loss + sum(value for _, value in values)
-        return ObjectiveResult(loss, loops, ce_K, trace.norms_K(), trace, {name: v.detach() for name, v in values})
+        values: dict[str, Tensor] = {}
+        for term in terms:
+            if not term.inside_cross_entropy:
+                value = term.value(seen)
+                loss = loss + value
+                values[term.name] = values.get(term.name, 0) + value.detach()
+        return ObjectiveResult(loss, loops, ce_K, trace.norms_K(), trace, values)
 
     def _cross_entropy(
         self, model: LoopedModel, trace: LoopTrace, loops: list[int], targets_N: Tensor, z_loss: float

@@ -77,7 +77,7 @@ class SavedTensors:
         supervised = supervised_loops(objective, depth)
         for k in supervised:
             self.readout(states[k], k)
-        if self.model.exit_gate:
+        if self.config.objective.placement == "gated":  # otherwise a gate that the model has is not asked
             self.exit_gate(len(supervised))
         self.terms([state for state in states[1:] if state not in self.detached])
         return states

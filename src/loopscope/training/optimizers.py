@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from loopscope.config import TrainingConfig
+from loopscope.errors import ConfigError
 from loopscope.machine import check_bf16_products
 
 COSINE_FLOOR = 0.1
@@ -33,6 +34,9 @@ class Optimizers:
 
     def __init__(self, model: nn.Module, config: TrainingConfig) -> None:
         matrices, others = split_parameters(model)
+        if config.optimizer == "muon" and not matrices:
+            why = "is for the matrices of layers (parameters named ….layers.…), and this model has none; use adamw"
+            raise ConfigError.of("optimizer", "muon", why)
         adamw_parameters = others if config.optimizer == "muon" else [*matrices, *others]
         fused = all(parameter.device.type in ("cpu", "cuda") for parameter in adamw_parameters)
         self.parts: list[torch.optim.Optimizer] = [

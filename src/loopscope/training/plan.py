@@ -133,7 +133,7 @@ def _loss_workspace_bytes(config: Config, kernels: Kernels, batch: MicroBatch, d
     design = config.design("a plan")
     width, vocab_size = design.width, design.vocab_size
     chunk = int(_loss_chunk(config, batch, device_type).value) * vocab_size
-    stacked = 0 if design.exit_gate else batch.readouts * batch.tokens * width
+    stacked = 0 if config.objective.placement == "gated" else batch.readouts * batch.tokens * width
     copies = 0 if kernels.compute == FLOAT32 else kernels.compute * (width * (batch.rows + vocab_size) + chunk)
     return FLOAT32 * (stacked + chunk) + copies
 

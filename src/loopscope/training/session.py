@@ -37,6 +37,11 @@ class Setup:
         """What was chosen under that name."""
         return next(choice.value for choice in self.choices if choice.name == name)
 
+    def without(self, name: str, reason: str) -> Setup:
+        """The same with something switched off that the machine could do."""
+        choices = [Choice(name, False, reason) if choice.name == name else choice for choice in self.choices]
+        return dataclasses.replace(self, choices=choices)
+
 
 def set_up(training: TrainingConfig | None = None) -> Setup:
     """Apply threads and denormals, and resolve every automatic choice."""

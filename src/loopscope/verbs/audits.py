@@ -26,7 +26,7 @@ VALIDATION_ROWS = 16
 RANDOM_ROWS, RANDOM_LENGTH = 8, 64
 """Random ids that a model without text of its own is audited on."""
 TEXT_LENGTH = 64
-"""Tokens of a row of text for a model that is not a run: many short rows say more than few long ones."""
+"""Tokens of a row of text for a model without a configuration: many short rows say more than few long ones."""
 
 Progress = Callable[[str, float], None]
 
@@ -89,7 +89,7 @@ def text_for(opened: Opened, data: Sequence[str] | None, seed: int, say: Say) ->
     """What to audit on, and a note where that is not the target's own text."""
     if opened.tokenizer is not None:
         tokens = tokens_for(opened, data, say)
-        length = opened.sequence_length if opened.run is not None else min(TEXT_LENGTH, opened.sequence_length)
+        length = opened.sequence_length if opened.config is not None else min(TEXT_LENGTH, opened.sequence_length)
         rows = list(islice(evaluation_batches(tokens, length, 1, None), VALIDATION_ROWS))
         names = data or opened.data.data
         where = "the built-in text (--data names another)" if names == ("builtin",) else ", ".join(names)

@@ -79,8 +79,10 @@ def remedy(
     place = Path(out) if out is not None else _default_out(opened, how)
     if opened.run is not None and place.resolve() == opened.run.path.resolve():
         raise RunError(f"{place} is the run itself; choose another --out")
-    opened = replace(opened, config=_config(opened, data))
-    fixed = None if how == "clamp" else _with_fix(opened, how, steps, lr)
+    config = _config(opened, data)
+    opened, fixed = replace(opened, config=config), None if how == "clamp" else remedied(config, how, steps, lr)
+    if fixed is not None and opened.tokenizer is None:
+        raise ConfigError(f"{opened.name} has no tokenizer to fine-tune it on text with; name one with --tokenizer")
 
     def measured(what: Opened) -> Measured:
         found = audit(what, options=options, progress=progress, say=say)
@@ -127,11 +129,6 @@ def _config(opened: Opened, data: Sequence[str] | None) -> Config:
 
 FINE_TUNING_LR, FINE_TUNING_BATCH = 1e-4, 8
 """For a model whose own recipe nobody says."""
-
-
-def _with_fix(opened: Opened, how: How, steps: int, lr: float | None) -> Config:
-    assert opened.config is not None
-    return remedied(opened.config, how, steps, lr)
 
 
 def remedied(config: Config, how: How, steps: int, lr: float | None) -> Config:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from loopscope.config import Config, ModelConfig, TargetConfig
 from loopscope.data.preparation import Prepared, prepare
 from loopscope.data.stream import TrainingStream, evaluation_batches
-from loopscope.errors import ConfigError, ProtocolError, RunError
-from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.errors import ProtocolError, RunError
+from loopscope.model.looped_lm import GatedLoopedLM, LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import SharedCore
 from loopscope.runs import RunFolder
@@ -100,6 +100,10 @@ def train_in(
     found = find_checkpoint(run, resume, say)
     source = None if init_from is None or found is not None else open_target(init_from)
     model = model_of(config)
+    if config.training.compile == "on":
+        SharedCore.needed(model, "--compile on")
+    if SharedCore.of(model) is None:
+        setup = setup.without("compile", f"the model has not {SharedCore.what}")
     if isinstance(config.model, TargetConfig):
         _try_out(model, config)
     data = _prepare(config, run, ranks, source, say)
@@ -127,15 +131,17 @@ def model_of(config: Config) -> nn.Module:
 
 
 def target_config(opened: Opened, max_length: int | None = None) -> ModelConfig | TargetConfig:
-    """An opened model as the model of a configuration: our own by its design, any other by its name."""
-    if isinstance(opened.model, LoopedLM):
-        return opened.model.config
-    if opened.config is not None and isinstance(opened.config.model, TargetConfig):
+    """An opened model as the model of a configuration: our own by its design, any other by its name.
+
+    What a factory returns goes by its name even where it is our class: weights and methods may be its own.
+    """
+    if opened.config is not None:
         return opened.config.model
+    model = opened.model
+    if isinstance(model, LoopedLM) and type(model) in (LoopedLM, GatedLoopedLM) and opened.is_trained:
+        return model.config
     longest = opened.max_length or max_length or opened.sequence_length
-    return TargetConfig(
-        target=opened.name, num_loops=opened.model.num_loops, vocab_size=opened.vocab_size, max_length=longest
-    )
+    return TargetConfig(target=opened.name, num_loops=model.num_loops, vocab_size=opened.vocab_size, max_length=longest)
 
 
 def copy_weights(model: nn.Module, source: Opened) -> list[str]:
@@ -198,11 +204,7 @@ def _make_trainer(
 
     trainer = Trainer(model, config, run, stream, valid, ranks=ranks, autocast=setup.autocast)
     if setup.value("compile"):
-        shared = SharedCore.of(model)
-        if shared is not None:
-            shared.core.compile()
-        elif training.compile == "on":
-            raise ConfigError.of("compile", "on", f"needs {SharedCore.what}, which this model lacks")
+        SharedCore.needed(model, "compiling one loop").core.compile()
     return trainer
 
 
