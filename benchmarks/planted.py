@@ -268,9 +268,11 @@ def layernorm_over_layernorm_blocks(width: int) -> Planted:
 
 
 def alpha_readout(width: int, alpha: float) -> Planted:
-    """Features h·s^(α−1): J = W(I − (1 − α)ûûᵀ)·s^(α−1), so h is shown α times as strongly as other directions.
+    """Features h·s^(a−1): c times the scale multiplies the logits by c^a, and J shows h a times as strongly as others.
 
-    α = 1e-4 is below 1e-3: hidden, blind 1. α = 0.01 lies between 1e-3 and 3e-2: weak, blind 0.
+    With logits of rms 1 an exit notices ½·(c^a − 1)², which is 0.01 at c = 1.141^(1/a). a = 1e-4 and 0.01: beyond 10⁵,
+    free; ten lengths along the tangent show 10·a, noticed by ½·0.1² = 0.005: hidden. Blind 1. a = 0.1: 3.7 times, weak,
+    and ten lengths are noticed by ½. Blind 0.
     """
     net = Net(width)
     return plant(net, lambda h, k: net.logits(rms(h) * h.square().mean(-1, keepdim=True) ** (alpha / 2)))
@@ -696,8 +698,9 @@ FAULTS = (
     Kind("layernorm, layernorm blocks", layernorm_over_layernorm_blocks, (32, 128), 1, mean="inert"),
     Kind("alpha 1e-4", partial(alpha_readout, alpha=1e-4), (32,), 1),
     Kind("alpha 1e-4 ours", partial(our_alpha_readout, alpha=1e-4), (64,), 1),
-    Kind("alpha 0.01", partial(alpha_readout, alpha=0.01), (32,), 0, scale="weak"),
-    Kind("alpha 0.01 ours", partial(our_alpha_readout, alpha=0.01), (64,), 0, scale="weak"),
+    Kind("alpha 0.01", partial(alpha_readout, alpha=0.01), (32,), 1),
+    Kind("alpha 0.01 ours", partial(our_alpha_readout, alpha=0.01), (64,), 1),
+    Kind("alpha 0.1", partial(alpha_readout, alpha=0.1), (32,), 0, scale="weak"),
     Kind("leak of 0.99", partial(slow_leak, decay=0.99), (32,), 1),
     Kind("1 unread before norm", partial(unread_before_the_norm, channels=1), (16, 64), 2),
     Kind("3 unread before norm", partial(unread_before_the_norm, channels=3), (32,), 4),

@@ -15,6 +15,8 @@ from typing import Any, Literal, Self, get_args
 from loopscope.files import Part, Problems, integer, mapping, note_misfits, read_as, read_json, read_lines, read_yaml
 from loopscope.scores import Depth, Evaluation, Split
 
+NOTICED = 0.01
+"""Nats per token that count as noticed by an objective: 1 % of perplexity."""
 HIDDEN_SHARE = 1e-3
 """A radial gradient share below this at every supervised loop means that no cross-entropy controls the scale."""
 CHANCE = 0.8
@@ -190,6 +192,8 @@ class Logged:
     """Radial gradient shares."""
     terms: frozenset[str]
     """Loss terms besides cross-entropy."""
+    tenfold_charge: float | None = None
+    """Nats per token that ten times the scale would cost."""
 
     @property
     def final_norm(self) -> float | None:
@@ -464,13 +468,16 @@ def shares_by_loop(run: Run) -> dict[int, float]:
 
 
 def hides_scale(run: Run) -> bool:
-    """Whether the last logged step shows no loss the scale: small shares at all supervised loops, no term on it."""
+    """Whether at the last logged step the scale was free to run tenfold, and the loop does not remove it."""
     if not run.train:
         return False
-    share = run.train[-1].largest_share
-    controlled = run.train[-1].terms & {"norm_penalty", "scale_anchor"}
-    removed = run.setting("model", "inter_loop_norm") not in (None, "none")
-    return share is not None and share < HIDDEN_SHARE and not controlled and not removed
+    if run.setting("model", "inter_loop_norm") not in (None, "none"):
+        return False
+    last = run.train[-1]
+    if last.tenfold_charge is not None:
+        return last.tenfold_charge < NOTICED
+    share = last.largest_share  # of runs from before the charge was logged: any term counted as holding the scale
+    return share is not None and share < HIDDEN_SHARE and not last.terms
 
 
 def radial_clamps(run: Run) -> dict[str, float]:

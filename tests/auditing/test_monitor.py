@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.auditing.monitor import Reading, ScaleMonitor, carried_scale, radial_gradient_shares, read
+from loopscope.auditing.monitor import (
+    Reading,
+    ScaleMonitor,
+    carried_scale,
+    radial_gradient_shares,
+    read,
+    tenfold_charge,
+)
 
 FLOAT32 = torch.finfo(torch.float32).max
 FLOAT16 = torch.finfo(torch.float16).max
@@ -58,7 +65,7 @@ def test_without_any_gradient_the_share_is_unknown(tiny, ids_BT):
 def test_watching_changes_no_gradient_and_leaves_none_behind(tiny, ids_BT):
     model = ls.build(tiny, seed=0)
     result = model(ids_BT, ids_BT, ls.Objective(ls.ObjectiveConfig()))
-    read(model, result.trace, ids_BT, result.supervised)
+    read(model, result.trace, ids_BT, dict.fromkeys(result.supervised, 1 / 3))
     assert all(parameter.grad is None for parameter in model.parameters())
     result.loss.backward()
 
@@ -78,19 +85,19 @@ def test_a_damping_loop_carries_its_factor(ids_BT):
 
 def test_a_reading_is_of_the_whole_trace(tiny, ids_BT):
     model, trace = traced(tiny, ids_BT, torch.float32)
-    reading = read(model, trace, ids_BT, [1, 3])
+    reading = read(model, trace, ids_BT, {1: 0.5, 3: 0.5})
     assert reading.norms == pytest.approx([state.h_BTD.norm(dim=-1).mean().item() for state in trace.states[1:]])
     assert reading.largest == pytest.approx([state.h_BTD.abs().max().item() for state in trace.states])
     assert list(reading.shares) == [1, 3] and reading.limit == FLOAT32
     with torch.autocast("cpu", dtype=torch.float16):
-        assert read(model, trace, ids_BT, [1, 3]).limit == FLOAT16
+        assert read(model, trace, ids_BT, {1: 0.5, 3: 0.5}).limit == FLOAT16
 
 
 # --- alarms ----------------------------------------------------------------------------------------------------------
 
 
-def reading(norm, share=1e-7, carried=1.0, largest=1.0, limit=FLOAT32) -> Reading:
-    return Reading((norm / 2, norm), {1: share, 2: share}, carried, (0.5, largest / 2, largest), limit)
+def reading(norm, share=1e-7, charge=1e-9, carried=1.0, largest=1.0, limit=FLOAT32) -> Reading:
+    return Reading((norm / 2, norm), {1: share, 2: share}, charge, carried, (0.5, largest / 2, largest), limit)
 
 
 def observe(norms, **fields):
@@ -116,18 +123,28 @@ def test_a_scale_that_came_back_in_between_is_growing_only_since_then():
 
 
 @pytest.mark.parametrize(
-    "harmless", [{"share": 0.05}, {"controlled": True}, {"carried": 0.0}, {"carried": math.nan}, {"share": math.nan}]
+    "harmless", [{"charge": 0.05}, {"controlled": True}, {"carried": 0.0}, {"carried": math.nan}, {"charge": math.nan}]
 )
 def test_growth_that_a_loss_sees_or_a_loop_forgets_raises_no_alarm(harmless):
     alarms, _ = observe([10 * 1.1**step for step in range(100)], **harmless)
     assert alarms == []
 
 
-def test_one_visible_loop_is_enough():
-    monitor = ScaleMonitor()
-    for norm in (1.0, 1000.0):
-        seen = monitor.observe(1, replace(reading(norm), shares={1: 0.1, 2: 1e-8}))
-    assert seen.alarms == ()
+def test_one_visible_loop_is_enough_unless_its_weight_is_next_to_nothing(tiny, ids_BT):
+    """Raw exits below an RMSNorm one charge for tenfold scale by their weight: ½·w·(g·rms z)²·9² ≥ 40·w nats."""
+    model, trace = traced(replace(tiny, readout="final-only"), ids_BT)
+    even, feeble = dict.fromkeys((1, 2, 3), 1 / 3), {1: 1e-9, 2: 1e-9, 3: 1.0}
+    assert tenfold_charge(model, trace, even, []) > 0.01 > tenfold_charge(model, trace, feeble, [])
+
+
+@pytest.mark.parametrize(("weight", "holds"), [(1e-2, True), (2e-4, True), (5e-5, False), (1e-8, False)])
+def test_a_penalty_holds_the_scale_by_its_weight_and_not_by_being_there(tiny, ids_BT, weight, holds):
+    """λ·(10² − 1)·s² from scale 1: 0.01 nats at λ = 1.01e-4, however far the state has run already."""
+    model, trace = traced(tiny, ids_BT)
+    for state in trace.states:
+        state.h_BTD = 500 * state.h_BTD
+    charge = tenfold_charge(model, trace, dict.fromkeys((1, 2, 3), 1 / 3), [ls.NormPenalty(weight)])
+    assert charge == pytest.approx(99 * weight, rel=0.01) and (charge >= 0.01) == holds
 
 
 def test_a_hidden_scale_that_stays_put_raises_no_alarm():

@@ -197,7 +197,7 @@ def age(run: Path) -> None:
             del config[section][name]
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    old = [{name: value for name, value in row.items() if name != "scale_seen"} for row in rows]
+    old = [{name: value for name, value in row.items() if name != "tenfold_charge"} for row in rows]
     assert old != rows
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
 

@@ -83,7 +83,7 @@ def test_it_learns_under_our_objective_and_its_run_opens_as_the_trained_model(th
     ce = [row["ce"][-1] for row in rows if row["kind"] == "eval"]
     assert (result.outcome, result.step) == ("finished", 40) and ce[-1] < ce[0] - 0.2
     trained = [row for row in rows if row["kind"] == "train"]
-    assert all(row["scale_seen"] and row["loops"] == [1, 2, 3] for row in trained)
+    assert all(row["tenfold_charge"] >= 0.01 and row["loops"] == [1, 2, 3] for row in trained)
     penalty = sum(norm**2 for norm in trained[0]["norm"]) / 3 / 16 * 0.01
     assert trained[0]["terms"]["norm_penalty"] == pytest.approx(penalty, rel=0.1)
     opened = ls.open(tmp_path / "run")

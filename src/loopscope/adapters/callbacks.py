@@ -23,6 +23,7 @@ from torch import Tensor, distributed, nn
 from loopscope.auditing.monitor import Alarm, Observation
 from loopscope.auditing.watch import EVERY, Watcher, next_ids, watch
 from loopscope.errors import ConfigError, DataError, UnsupportedError
+from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class _Events:
         *,
         every: int = EVERY,
         supervised: str | Sequence[int] = "every-loop",
+        terms: Sequence[Term] = (),
         controlled: bool = False,
         on_blind_spot: Literal["warn", "stop"] = "warn",
         ids_of: Callable[[Any], Any] | None = None,
@@ -70,7 +72,8 @@ class _Events:
         if on_blind_spot not in ("warn", "stop"):
             raise ConfigError(f"on_blind_spot = {on_blind_spot!r}; allowed: warn, stop")
         self.model, self.on_blind_spot = model, on_blind_spot
-        self.options: dict[str, Any] = {"every": every, "supervised": supervised, "controlled": controlled}
+        self.options: dict[str, Any] = {"every": every, "supervised": supervised, "terms": terms}
+        self.options["controlled"] = controlled
         self.ids_of = ids_of
         self.monitor: Watcher | None = None
         self.remembered: dict[str, Any] | None = None

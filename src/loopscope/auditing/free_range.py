@@ -31,9 +31,8 @@ from loopscope.auditing.visibility import Field
 from loopscope.objectives.placement import exit_distribution
 from loopscope.objectives.terms import Pass, Term
 from loopscope.protocol import ExitGate, LinearReadout, LoopedModel, LoopState, LoopTrace
+from loopscope.readings import NOTICED
 
-NOTICED = 0.01
-"""Nats per token that count as noticed: 1 % of perplexity."""
 FURTHEST = 1e6
 """Factors beyond this are called unlimited."""
 PER_DECADE = 4
@@ -110,6 +109,13 @@ class Objections:
             {k: float((range_N >= 10).double().mean()) for k, range_N in ranges.items()},
             {k: float((range_N >= 100).double().mean()) for k, range_N in ranges.items()},
         )
+
+    @torch.no_grad()
+    def charge(self, field: Field, alpha: float) -> Tensor:
+        """Nats that a move by α from the first loop on costs, for every token."""
+        alphas_A, weights = torch.tensor([alpha], dtype=torch.float64), self._weights()
+        exits = sum(weights[j] * self._exit(field, j, alphas_A)[0] for j in self.weights)
+        return (exits + self._terms(field, 1, alphas_A)) / sum(weights.values())
 
     def _judged(self, state: LoopState, k: int) -> LoopState:
         """A state below scale 1 at scale 1, where its logits keep their direction: there a norm's eps leaks."""

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from loopscope.auditing.visibility import field_shares
+from loopscope.auditing.free_range import Objections
+from loopscope.auditing.visibility import field_shares, scale_field
 from loopscope.config import PAPER_PENALTY
+from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopTrace
-from loopscope.readings import HIDDEN_SHARE
+from loopscope.readings import NOTICED
 
 GROWTH = 10.0
 """A state this many times larger than at the start has left the range it was initialised for."""
 LEFT = 2.0
 """Above this many times its start a scale counts as growing: the "since" of an alarm."""
+TENFOLD = 10.0
+"""A scale that may run so far before the objective notices is free: its growth is a blind spot."""
 CARRIED = 0.5
 """A loop that hands on less than this of its input's scale has it bounded by a norm or a damping: no blind spot."""
 WINDOW = 8
@@ -45,6 +49,8 @@ class Reading:
     """Mean ‖h_k‖ for k = 1..K."""
     shares: dict[int, float]
     """Radial gradient share at each supervised loop; nan where no token has a gradient."""
+    charge: float
+    """Nats per token that the objective charges for ten times the scale, median over tokens."""
     carried: float
     """How much of a change of scale the last loop hands on: 1 in a residual loop, 0 behind a norm."""
     largest: tuple[float, ...]
@@ -53,18 +59,40 @@ class Reading:
     """Largest number of the dtype that the model computes in."""
 
 
-def read(model: LoopedModel, trace: LoopTrace, targets_BT: Tensor, loops: Sequence[int]) -> Reading:
-    """Measure a trace; norms and largest values on the whole batch, the rest on its first row."""
+def read(
+    model: LoopedModel,
+    trace: LoopTrace,
+    targets_BT: Tensor,
+    weights: Mapping[int, float],
+    terms: Sequence[Term] = (),
+    *,
+    gated: bool = False,
+) -> Reading:
+    """Measure a trace; norms and largest values on the whole batch, the rest on its first row.
+
+    `weights` are those of the supervised loops, `terms` what else is in the loss.
+    """
+    loops = list(weights)
     states = [state.h_BTD.detach() for state in trace.states]
     largest = torch.stack([h_BTD.abs().max().double() for h_BTD in states])
     shares = radial_gradient_shares(model, trace, targets_BT, loops)
     return Reading(
         norms=tuple(trace.norms_K().tolist()),
         shares=dict(zip(loops, shares, strict=True)),
+        charge=tenfold_charge(model, trace, weights, terms, gated=gated),
         carried=carried_scale(model, trace),
         largest=tuple(largest.tolist()),
         limit=torch.finfo(_dtype(states[-1])).max,
     )
+
+
+def tenfold_charge(
+    model: LoopedModel, trace: LoopTrace, weights: Mapping[int, float], terms: Sequence[Term], *, gated: bool = False
+) -> float:
+    """What the objective charges for ten times the scale (see `free_range`), median over the tokens of one row."""
+    first = torch.tensor([0], device=trace.states[0].h_BTD.device)
+    row = [state.take(first) for state in trace.states]
+    return float(Objections(model, row, weights, terms, gated=gated).charge(scale_field, TENFOLD).median())
 
 
 def radial_gradient_shares(
@@ -127,6 +155,8 @@ class Observation:
     """Mean ‖h_k‖ for k = 1..K."""
     shares: dict[int, float]
     """Radial gradient share at each supervised loop."""
+    charge: float
+    """Nats per token that the objective charges for ten times the scale."""
     carried: float
     """How much of a change of scale the last loop hands on."""
     slope: float
@@ -134,7 +164,7 @@ class Observation:
     headroom: float
     """Decades between the largest state and the largest number of the dtype."""
     controlled: bool
-    """A loss term sees the scale itself (norm penalty, anchor)."""
+    """The user says that a loss term of theirs holds the scale."""
     alarms: tuple[Alarm, ...] = ()
     """Alarms raised at this step; each kind is raised once."""
 
@@ -157,7 +187,7 @@ class ScaleMonitor:
         self.raised: set[str] = set()
 
     def observe(self, step: int, reading: Reading, *, controlled: bool = False) -> Observation:
-        """Take in one reading; `controlled` says that a loss term sees the scale, whatever the readouts hide."""
+        """Take in one reading; `controlled` is the user's word that a loss term holds the scale."""
         finite = all(map(math.isfinite, (*reading.largest, *reading.norms)))
         if finite:
             self._follow(step, reading.norms[-1])
@@ -165,6 +195,7 @@ class ScaleMonitor:
             step=step,
             norms=reading.norms,
             shares=reading.shares,
+            charge=reading.charge,
             carried=reading.carried,
             slope=self.slope(),
             headroom=math.log10(reading.limit) - math.log10(max(*reading.largest, 1e-30)) if finite else -math.inf,
@@ -194,8 +225,8 @@ class ScaleMonitor:
 
     def _blind_spot(self, seen: Observation) -> Alarm | None:
         assert self.start is not None
-        hidden = bool(seen.shares) and all(share < HIDDEN_SHARE for share in seen.shares.values())
-        if not hidden or seen.controlled or not seen.carried >= CARRIED or seen.norms[-1] < GROWTH * self.start:
+        free = seen.charge < NOTICED  # not so where it is not a number
+        if not free or seen.controlled or not seen.carried >= CARRIED or seen.norms[-1] < GROWTH * self.start:
             return None
         since = seen.step if self.since is None else self.since
         return Alarm(
@@ -204,8 +235,9 @@ class ScaleMonitor:
             since,
             f"step {seen.step}: ‖h_K‖ is {seen.norms[-1]:.3g}, {seen.norms[-1] / self.start:.0f} times its start, "
             f"beyond twice since step {since}, changing by {_percent(seen.slope)} per step; the loop hands on "
-            f"{seen.carried:.2g} of a change of it, and the radial gradient share is at most "
-            f"{max(seen.shares.values()):.1g}: no loss sees the scale. Remedy: --norm-penalty {PAPER_PENALTY} "
+            f"{seen.carried:.2g} of a change of it, the radial gradient share is at most "
+            f"{max(seen.shares.values(), default=math.nan):.1g}, and ten times the scale would cost {seen.charge:.1g} "
+            f"nats a token: no loss sees the scale. Remedy: --norm-penalty {PAPER_PENALTY} "
             f"(in your own loop loss += ls.norm_penalty(states, {PAPER_PENALTY})), --readout raw or final-only, or "
             "--inter-loop-norm rmsnorm",
         )

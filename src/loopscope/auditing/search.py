@@ -29,11 +29,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loopscope.auditing.free_range import NOTICED, FreeRange
+from loopscope.auditing.free_range import FreeRange
 from loopscope.auditing.token_maps import TokenMaps, jacobian, pull, push
 from loopscope.errors import ProtocolError
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LinearReadout, LoopedModel
+from loopscope.readings import NOTICED
 
 LENGTHS = 10.0
 """A direction that can run this many lengths of the state before the objective notices is hidden."""

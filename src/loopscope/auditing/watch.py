@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from loopscope.auditing.monitor import Alarm, Observation, Reading, ScaleMonitor, read
 from loopscope.errors import ConfigError, DataError, ProtocolError
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
-from loopscope.objectives.placement import supervised_loops
+from loopscope.objectives.placement import exit_weights
+from loopscope.objectives.terms import Term
 from loopscope.protocol import AdaptedModel, LoopedModel, LoopTrace, OwnLosses, missing_methods, run_loops
 
 EVERY = 50
@@ -34,6 +35,7 @@ def watch(
     *,
     every: int = EVERY,
     supervised: str | Sequence[int] = "every-loop",
+    terms: Sequence[Term] = (),
     controlled: bool = False,
     autocast: torch.dtype | None = None,
     on_alarm: Callable[[Alarm], object] | None = None,
@@ -41,8 +43,9 @@ def watch(
     """Watch scale, radial gradient share and headroom of a looped model while your own loop trains it.
 
     `model` is a LoopedModel, or a module that contains one (a DDP wrapper, a LightningModule). `supervised` says which
-    loops get cross-entropy: "every-loop", "terminal" or their numbers. `controlled` says that a loss term already sees
-    the scale (a norm penalty): then growth is not a blind spot; terms of the model itself are asked whether they do.
+    loops get cross-entropy: "every-loop", "terminal" or their numbers. `terms` is what else is in your loss
+    (`ls.NormPenalty(0.01)`), besides the model's own; whether it holds the scale is measured. `controlled` is your word
+    that some other term does.
     `autocast` is the dtype you train in under torch.autocast. `on_alarm` gets each alarm; without it they are Python
     warnings.
 
@@ -55,7 +58,7 @@ def watch(
     if not isinstance(looped, nn.Module) or (isinstance(looped, AdaptedModel) and looped.module is None):
         what = "this model shows no module (adapt takes module=), so loopscope.watch cannot put it into eval mode"
         warnings.warn(f"{what} nor keep its buffers as they are while it looks", RuntimeWarning, stacklevel=2)
-    return Watcher(looped, every, supervised, controlled, autocast, on_alarm)
+    return Watcher(looped, every, supervised, terms, controlled, autocast, on_alarm)
 
 
 class Watcher:
@@ -66,6 +69,7 @@ class Watcher:
         model: LoopedModel,
         every: int,
         supervised: str | Sequence[int],
+        terms: Sequence[Term],
         controlled: bool,
         autocast: torch.dtype | None,
         on_alarm: Callable[[Alarm], object] | None,
@@ -73,10 +77,11 @@ class Watcher:
         if every < 1:
             raise ConfigError(f"every = {every}: the watcher looks every 1 or more steps")
         self.model, self.every, self.autocast = model, every, autocast
-        self.supervised = supervised_loops(supervised, model.num_loops)
+        self.weights = exit_weights(supervised, model.num_loops)
         own = OwnLosses.of(model)
-        self.controlled = controlled or any(term.sees_scale for term in (() if own is None else own.losses()))
-        """May be changed while training, when a penalty is turned on."""
+        self.terms = [*terms, *(() if own is None else own.losses())]
+        """What is in the loss besides cross-entropy; may be changed while training, when a penalty is turned on."""
+        self.controlled = controlled
         self.on_alarm = on_alarm or _warn
         self.monitor = ScaleMonitor()
         self.history: list[Observation] = []
@@ -160,7 +165,7 @@ class Watcher:
             raise DataError(f"{shapes} must both be (batch, tokens)")
         with undisturbed(self.model, ids_BT.device, self.autocast):
             trace = run_loops(self.model, ids_BT[:1]) if trace is None else trace
-            return read(self.model, trace, targets_BT, self.supervised)
+            return read(self.model, trace, targets_BT, self.weights, self.terms)
 
 
 def looped_part(model: LoopedModel | nn.Module) -> LoopedModel:

@@ -45,8 +45,6 @@ class Term(ABC):
 
     name: str
     weight: float
-    sees_scale: ClassVar[bool] = False
-    """Whether it holds the scale of the state, whatever the readouts hide."""
     inside_cross_entropy: ClassVar[bool] = False
     """Computed where the logits are, by the cross-entropy itself; `value` is not asked."""
     keeps_states: ClassVar[bool] = False
@@ -69,7 +67,6 @@ class NormPenalty(Term):
 
     weight: float
     name: str = "norm_penalty"
-    sees_scale: ClassVar[bool] = True
     keeps_states: ClassVar[bool] = True
 
     def value(self, seen: Pass) -> Tensor:
@@ -86,7 +83,6 @@ class ScaleAnchor(Term):
     weight: float
     target: float = 1.0
     name: str = "scale_anchor"
-    sees_scale: ClassVar[bool] = True
     keeps_states: ClassVar[bool] = True
     kept_scalars: ClassVar[int] = 2
 

@@ -24,7 +24,7 @@ from loopscope.auditing.monitor import ScaleMonitor, read
 from loopscope.auditing.watch import undisturbed
 from loopscope.config import PAPER_PENALTY, Config, ModelConfig
 from loopscope.errors import RunError
-from loopscope.objectives.placement import Objective, sample_depth
+from loopscope.objectives.placement import Objective, exit_weights, sample_depth
 from loopscope.protocol import ExitGate, Scheduled, SharedCore
 from loopscope.runs import RunFolder
 from loopscope.scores import Depth
@@ -64,10 +64,11 @@ class TrainingStep(nn.Module):
         result = self.objective(self.model, ids_BT, targets_BT, num_loops=num_loops)
         seen: dict[str, Any] = {"ce": result.ce_K, "norm": result.norms_K, "loops": result.supervised}
         seen["terms"] = result.terms
-        seen["scale_seen"] = any(term.sees_scale for term in self.objective.terms(self.model))
         if mode == "watch":
+            config, terms = self.objective.config, self.objective.terms(self.model)
+            weights, gated = exit_weights(config, num_loops), config.placement == "gated"
             with undisturbed(self.model, ids_BT.device):
-                seen["reading"] = read(self.model, result.trace, targets_BT, result.supervised)
+                seen["reading"] = read(self.model, result.trace, targets_BT, weights, terms, gated=gated)
         return result.loss, seen
 
 
@@ -223,7 +224,7 @@ class Trainer:
 
     def _watch(self, step: int, seen: dict[str, Any]) -> Literal["go on", "stop"]:
         """Hand the step to the scale monitor and act on its alarms as --on-blind-spot says."""
-        alarms = self.monitor.observe(step, seen["reading"], controlled=seen["scale_seen"]).alarms
+        alarms = self.monitor.observe(step, seen["reading"]).alarms
         for alarm in alarms:
             self._tell({"kind": "event", "step": step, "event": alarm.kind, "message": alarm.message})
         if not self.ranks.any(any(alarm.kind == "blind-spot" for alarm in alarms)):
@@ -325,7 +326,7 @@ class Trainer:
                 "norm": seen["norm"].tolist(),
                 "radial_gradient_share": list(seen["reading"].shares.values()),
                 "terms": {name: term.item() for name, term in seen["terms"].items()},
-                "scale_seen": seen["scale_seen"],
+                "tenfold_charge": seen["reading"].charge,
                 "depth": seen["depth"],
                 "gradient_norm": gradient_norm,
                 "lr": learning_rate(self.config.training, step - 1) * self.guard.lr_factor,
