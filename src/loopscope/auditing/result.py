@@ -41,8 +41,8 @@ class Variable:
     remedy: str | None
     flag: str | None
     free_range: float | None = None
-    """How many times its own length it can run before the objective notices; null where there is no limit, or for
-    directions that were found."""
+    """How many times the state's length it can run before the objective notices, a million at most; null for directions
+    that the search found."""
     free_tokens: float | None = None
     """Share of tokens for which that is tenfold or more."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from loopscope.auditing.free_range import FreeRange
+from loopscope.auditing.free_range import FURTHEST, FreeRange
 from loopscope.auditing.result import BlindDirections, Variable
 from loopscope.auditing.search import CLASSES, HIDDEN, StateFindings, median_dimension
 from loopscope.config import PAPER_PENALTY
@@ -179,7 +179,7 @@ def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variabl
         evidence,
         remedy,
         flag,
-        ranges.median[worst],
+        min(ranges.median[worst], FURTHEST),
         ranges.tenfold[worst],
     )
 
