@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ LONGEST_FIRST = (
 )
 """Files that take more than about 20 seconds. A worker takes one file at a time (`make test`), so that a long one which
 is started last leaves the other workers idle; xdist's own order, most tests first, does just that."""
+
+# A shell that starts us in the background has Ctrl-C ignored, and every process that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("loopscope", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("loopscope")

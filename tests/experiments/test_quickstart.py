@@ -68,7 +68,7 @@ def test_a_contrast_counts_from_the_same_ratio_in_the_terminal_on_the_page_and_i
     write_row(grid, "per-loop+rmsnorm", 42, change=norms_times(times * CLEAR * 3.4 / 348))
     results = read_results(grid)
     assert ("So few steps" not in conclusion(four(grid))) == is_clear
-    assert ("no clear contrast" not in " ".join(verdict_on(four(grid)).lines)) == is_clear
+    assert ("not a clear contrast" not in " ".join(verdict_on(four(grid)).lines)) == is_clear
     ratio = judge_all(replace(results, rows=four(grid))).of("paper", "valid")[0].quantities[0]
     assert ratio.obeyed == is_clear
 

@@ -209,7 +209,7 @@ def test_it_is_evaluated_beyond_its_depth_like_the_same_network_with_a_head(thei
     for a, b in zip(plain.scores.depths, headed.scores.depths, strict=True):
         assert (a.ce, a.norm) == pytest.approx((b.ce, b.norm), rel=1e-6)
     assert plain.scores.depths[5].norm > plain.scores.depths[0].norm
-    assert plain.scores.num_bytes == headed.scores.num_bytes == 600
+    assert plain.scores.bytes == headed.scores.bytes == 600
 
 
 def test_the_evaluation_is_the_cross_entropy_of_its_own_readout(theirs):
@@ -261,7 +261,7 @@ def test_the_penalty_remedies_it_on_the_same_text_before_and_after(theirs, text,
     assert (was.audit.verdict, now.audit.verdict) == ("blind-spot", "controlled")
     assert was.audit.variable("scale").verdict == "blind" and now.audit.variable("scale").verdict == "visible"
     # Four steps at no learning rate change nothing but the objective: all numbers are of one text and one model.
-    assert now.scores.tokens == was.scores.tokens and now.scores.num_bytes == was.scores.num_bytes
+    assert now.scores.tokens == was.scores.tokens and now.scores.bytes == was.scores.bytes
     for old, new in zip(was.scores.depths, now.scores.depths, strict=True):
         assert (new.ce, new.norm) == pytest.approx((old.ce, old.norm), rel=1e-4)
     ce = ([loop.ce for loop in measured.audit.loops] for measured in (was, now))

@@ -216,7 +216,7 @@ def _start(
         trainer.restore(found)
         if trainer.ranks.is_first:
             run.forget_metrics_after(found.step)
-        say(f"resumed {run.path} at step {found.step}")
+        say(f"resumed at step {found.step}: {run.path}")
     elif source is not None:
         left = copy_weights(trainer.model, source)
         say(f"weights from {source.name}" + "".join(f"\n  {line}" for line in left))
