@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import loopscope as ls
+from loopscope.errors import ConfigError
+from loopscope.objectives.terms import ExitEntropy
 
 
 def test_the_penalty_is_lambda_times_mean_squared_scale_over_loops_tokens_and_width():
@@ -41,3 +43,36 @@ def test_the_anchor_has_a_finite_gradient_at_the_zero_state():
     h_KBTD = torch.zeros(1, 1, 1, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(ls.scale_anchor(h_KBTD, 1.0, 1.0), h_KBTD)
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), float("-inf"), -1.0, "much"])
+@pytest.mark.parametrize("term", [ls.NormPenalty, ls.ScaleAnchor, ls.ZLoss, ExitEntropy])
+def test_a_weight_that_is_no_finite_number_or_negative_is_refused_when_the_term_is_made(term, weight):
+    with pytest.raises(ConfigError, match=rf"{term.__name__}: weight = .*(finite|negative)"):
+        term(weight)
+
+
+@pytest.mark.parametrize("target", [float("nan"), float("inf"), 0.0, -1.0])
+def test_an_anchor_needs_a_scale_to_pull_to(target):
+    with pytest.raises(ConfigError, match="ScaleAnchor: target"):
+        ls.ScaleAnchor(0.1, target)
+
+
+def test_a_term_of_ones_own_may_reward_if_it_says_so_and_is_checked_by_the_audit(tiny, ids_BT):
+    class Own(ls.Term):
+        name = "own"
+
+        def __init__(self, weight):
+            self.weight = weight
+
+        def value(self, seen):
+            return self.weight * seen.states[-1].mean()
+
+    class Reward(Own):
+        may_reward = True
+
+    model, options = ls.build(tiny, seed=0), ls.AuditOptions(states=1, prefix=4, rollout=4)
+    for term, sentence in ((Own(-1.0), "negative"), (Own(float("nan")), "finite"), (Reward(float("inf")), "finite")):
+        with pytest.raises(ConfigError, match=sentence):
+            ls.audit(model, [ids_BT], terms=[term], options=options)
+    assert ls.audit(model, [ids_BT], terms=[Reward(-1.0)], options=options).variable("scale").verdict == "blind"

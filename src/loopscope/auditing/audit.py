@@ -112,6 +112,8 @@ def audit(
     network = network_of(model)
     own = OwnLosses.of(model)
     terms = [*terms, *(() if own is None else own.losses())]
+    for term in terms:
+        term.check()
     run = _Run(model, network, ids_BT, targets_BT, loops, terms, {**FIELDS, **(fields or {})}, options, progress)
     dtype = widest_affordable(network)
     with borrowed(network):

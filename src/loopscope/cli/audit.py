@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_tables, print_text, progress, say, sparkline
+from loopscope.config import ObjectiveConfig
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from loopscope.runs import write_json
 
@@ -72,6 +73,8 @@ examples:
         if self.prefix < 2:
             raise ConfigError.of("prefix", self.prefix, "must be at least 2")
         parse_supervised(self.supervised)
+        if self.norm_penalty is not None:
+            ObjectiveConfig(norm_penalty=self.norm_penalty)  # refuses what is no weight, before anything is opened
 
     def run(self) -> int:
         """Audit, write audit.json, print."""
@@ -114,7 +117,6 @@ examples:
 
     def _terms(self, opened: Opened) -> list[Term] | None:
         """The target's own terms, with the penalty of --norm-penalty instead of its own."""
-        from loopscope.config import ObjectiveConfig
         from loopscope.objectives.terms import terms_of
 
         if self.norm_penalty is None:
