@@ -116,9 +116,10 @@ def audit(
         term.check()
     run = _Run(model, network, ids_BT, targets_BT, loops, terms, {**FIELDS, **(fields or {})}, options, progress)
     dtype = widest_affordable(network)
-    with borrowed(network):
+    with borrowed(network) as held:
+        torch.manual_seed(options.seed)  # a state that starts from noise is then the same in every audit
         try:
-            with widened(network, dtype):
+            with widened(network, dtype, held):
                 parts = _measure(run)
         except RuntimeError as error:  # torch's own, mostly of a tensor that kept its dtype; ours are not of this kind
             if dtype is None:
