@@ -30,13 +30,10 @@ def borrowed(network: nn.Module | None) -> Iterator[list[Tensor]]:
     """
     modules = [] if network is None else list(network.modules())
     give_back = [_keep(module) for module in modules]
-    weights = (
-        [] if network is None else [(weight, weight.requires_grad, weight.grad) for weight in network.parameters()]
-    )
+    parameters = [] if network is None else network.parameters()
+    weights = [(weight, weight.requires_grad, weight.grad) for weight in parameters]
     originals = list({id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}.values())
-    copies = {
-        id(buffer): buffer.detach().clone() for buffer in originals
-    }  # one copy of a buffer that two modules share
+    copies = {id(buffer): buffer.detach().clone() for buffer in originals}  # one of a buffer that two modules share
     restore_generators = _generators()
     try:
         for module in modules:

@@ -55,7 +55,8 @@ class Audit:
     json: bool = False
     """Print audit.json instead of tables."""
 
-    help: ClassVar[str] = """Find the state variables that a loop carries and no loss sees. Exit code 1 on a blind spot.
+    help: ClassVar[str] = """Find the state variables that a loop carries and no loss sees. Exit code 1 on a blind spot,
+and where none can be ruled out.
 
 Works on trained and on untrained models; put `loopscope audit my-config.yaml` into your CI.
 
@@ -100,7 +101,7 @@ examples:
             print_text(json.dumps(result.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
         else:
             print_audit(result, opened.stage)
-        return EXIT_FINDINGS if result.verdict == "blind-spot" else EXIT_OK
+        return EXIT_OK if result.verdict == "controlled" else EXIT_FINDINGS
 
     def options(self) -> AuditOptions:
         """How much is looked at."""
