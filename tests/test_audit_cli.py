@@ -134,6 +134,13 @@ def test_a_hugging_face_folder_without_an_adapter_says_so(audit, tmp_path):
     assert code == 2 and "model type 'llama'" in err and "package.module:factory" in err
 
 
+@pytest.mark.parametrize("penalty", ["nan", "inf", "-1"])
+def test_a_penalty_that_is_no_weight_is_one_sentence_before_anything_is_opened(audit, penalty):
+    code, out, err = audit("nowhere", "--norm-penalty", penalty)
+    assert code == 2 and not out
+    assert err.count("\n") == 1 and f"norm_penalty = {float(penalty)}" in err and "--norm-penalty" in err
+
+
 @pytest.mark.parametrize("flags", [["--states", "0"], ["--prefix", "1"], ["--supervised", "9"]])
 def test_a_wrong_flag_is_named(audit, design, flags):
     code, _, err = audit(design("raw"), *flags)

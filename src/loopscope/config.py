@@ -96,7 +96,7 @@ class ModelConfig:
     share_readout_norm: bool = False
     """The readout's norm and the inter-loop norm are one module (Ouro)."""
     spectral_damping: bool = False
-    """Scale the carried state by a learned sigmoid at the start of every loop."""
+    """Scale the carried state by a learned sigmoid at the start of every loop after the first."""
     injection: Literal["none", "add", "concat", "gated", "diagonal"] = "none"
     """How each loop reads the embedded input again."""
     state_init: Literal["embedding", "zeros", "noise"] = "embedding"

@@ -30,7 +30,7 @@ from loopscope.machine import check_bf16_products
 
 @dataclass
 class LoopState:
-    """Everything one loop hands to the next. A pytree; every tensor in it leads with the batch."""
+    """Everything one loop hands to the next. A pytree; tensors lead with the batch, or are shared by all its rows."""
 
     h_BTD: Tensor
     """The carried state that is read out."""
@@ -40,8 +40,16 @@ class LoopState:
     """What every loop may read and none may change: injected input, positions."""
 
     def take(self, rows: Tensor) -> LoopState:
-        """The state of some batch rows only (an index or a mask), carried tensors and context included."""
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor[rows], self)
+        """The state of some batch rows only (an index or a mask), carried tensors and context included.
+
+        A tensor that does not lead with the batch size (rotary angles of shape (T, C), a scalar) is shared by all rows
+        and stays as it is. Where there are as many rows as tokens the two look alike, and the tensor is taken for one
+        with rows; a leading dimension of 1 makes a shared one certain.
+        """
+        batch = len(self.h_BTD)
+        return pytree.tree_map_only(
+            Tensor, lambda tensor: tensor[rows] if tensor.dim() and len(tensor) == batch else tensor, self
+        )
 
     def with_h(self, h_BTD: Tensor) -> LoopState:
         """The same state around another h."""

@@ -127,7 +127,7 @@ class Audit:
     """audit.json as far as it can be read."""
 
     verdict: str
-    """blind-spot or controlled."""
+    """blind-spot, controlled or undecided."""
     summary: str
     step: int | None
     num_loops: int | None
@@ -375,7 +375,7 @@ class Run:
 
     @property
     def verdict(self) -> str:
-        """The audit's: blind-spot, controlled, or empty where there is no audit."""
+        """The audit's: blind-spot, controlled, undecided, or empty where there is no audit."""
         return self.audit.verdict if self.audit else ""
 
     @property

@@ -142,25 +142,26 @@ LOOPS_AND_BEYOND = (1, 2, 3, 5)  # the tiny model is trained at three loops
 
 @pytest.mark.parametrize("k", LOOPS_AND_BEYOND)
 def test_every_loop_norms_then_damps_then_injects_then_adds_its_embedding(tiny, ids_BT, k):
-    """All parts at once, in the order of the module's docstring; only the norm spares the first loop."""
+    """All parts at once, in the order of the module's docstring; norm and damping spare the first loop."""
     parts = {"inter_loop_norm": "rmsnorm", "spectral_damping": True, "injection": "concat", "loop_embedding": True}
     model = ls.build(replace(tiny, **parts), seed=0).double().eval()
     recurrence, state = model.recurrence, model.embed(ids_BT)
     e_BTD, h_BTD = state.context.input_BTD, 3 * torch.randn_like(state.h_BTD)
-    expected = h_BTD if k == 1 else recurrence.inter_loop_norm(h_BTD)
-    expected = expected * recurrence.damping.sigmoid()
+    expected = h_BTD if k == 1 else recurrence.inter_loop_norm(h_BTD) * recurrence.damping.sigmoid()
     expected = recurrence.injection(expected, e_BTD)
     expected = expected + recurrence.loop_embedding.weight[min(k, 3) - 1]
     torch.testing.assert_close(recurrence(state.with_h(h_BTD), k).h_BTD, recurrence.core(expected, None))
 
 
 @pytest.mark.parametrize("k", LOOPS_AND_BEYOND)
-def test_spectral_damping_scales_the_carried_state_by_its_sigmoid_at_every_loop(tiny, k):
+def test_spectral_damping_scales_the_carried_state_by_its_sigmoid_between_loops_only(tiny, k):
+    """The paper's acts between loops: K − 1 factors over K loops, and loop 1 reads its input as it is."""
     recurrence = ls.build(replace(tiny, spectral_damping=True)).recurrence
     h_BTD = torch.randn(1, 2, tiny.width)
     with torch.no_grad():
         recurrence.damping.fill_(-1.0)
-    torch.testing.assert_close(recurrence.open(h_BTD, h_BTD, k), torch.tensor(-1.0).sigmoid() * h_BTD)
+    factor = 1.0 if k == 1 else torch.tensor(-1.0).sigmoid()
+    torch.testing.assert_close(recurrence.open(h_BTD, h_BTD, k), factor * h_BTD)
 
 
 def test_the_diagonal_injection_contracts_every_channel_for_any_parameters():

@@ -14,6 +14,7 @@ from torch import nn
 import loopscope as ls
 from loopscope.auditing.audit import AuditOptions
 from loopscope.config import ObjectiveConfig
+from loopscope.errors import ConfigError
 from loopscope.objectives import terms as module
 from loopscope.objectives.terms import ExitEntropy, NormPenalty, Pass, ScaleAnchor, Term, ZLoss, terms_of
 from loopscope.runs import RunFolder
@@ -272,3 +273,36 @@ def test_a_watcher_in_somebodys_own_loop_knows_the_models_own_term(tiny):
     assert [term.name for term in ls.watch(Shrinking(tiny)).terms] == ["last_norm"]
     penalty = NormPenalty(0.01)
     assert ls.watch(ls.build(tiny), terms=[penalty]).terms == [penalty] and ls.watch(ls.build(tiny)).terms == []
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), float("-inf"), -1.0, "much"])
+@pytest.mark.parametrize("term", [ls.NormPenalty, ls.ScaleAnchor, ls.ZLoss, ExitEntropy])
+def test_a_weight_that_is_no_finite_number_or_negative_is_refused_when_the_term_is_made(term, weight):
+    with pytest.raises(ConfigError, match=rf"{term.__name__}: weight = .*(finite|negative)"):
+        term(weight)
+
+
+@pytest.mark.parametrize("target", [float("nan"), float("inf"), 0.0, -1.0])
+def test_an_anchor_needs_a_scale_to_pull_to(target):
+    with pytest.raises(ConfigError, match="ScaleAnchor: target"):
+        ls.ScaleAnchor(0.1, target)
+
+
+def test_a_term_of_ones_own_may_reward_if_it_says_so_and_is_checked_by_the_audit(tiny, ids_BT):
+    class Own(ls.Term):
+        name = "own"
+
+        def __init__(self, weight):
+            self.weight = weight
+
+        def value(self, seen):
+            return self.weight * seen.states[-1].mean()
+
+    class Reward(Own):
+        may_reward = True
+
+    model, options = ls.build(tiny, seed=0), ls.AuditOptions(states=1, prefix=4, rollout=4)
+    for term, sentence in ((Own(-1.0), "negative"), (Own(float("nan")), "finite"), (Reward(float("inf")), "finite")):
+        with pytest.raises(ConfigError, match=sentence):
+            ls.audit(model, [ids_BT], terms=[term], options=options)
+    assert ls.audit(model, [ids_BT], terms=[Reward(-1.0)], options=options).variable("scale").verdict == "blind"

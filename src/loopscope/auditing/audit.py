@@ -5,21 +5,25 @@ Shape legend: B batch, T tokens, D width, V vocabulary, K loops.
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 
 from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.activity import loop_activity, motion
 from loopscope.auditing.free_range import FreeRange, Objections
 from loopscope.auditing.interventions import CLAMPED, INTERVENTIONS, intervened_cross_entropy
 from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject
-from loopscope.auditing.search import Search, audited_loops
-from loopscope.auditing.token_maps import TokenMaps, push, token_maps
+from loopscope.auditing.search import LATER_LOOPS, Search, audited_loops, carried_on, unit_fields
+from loopscope.auditing.token_maps import Map, TokenMaps, push, token_maps, with_the_same_noise
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.auditing.visibility import (
     ALPHAS,
@@ -32,6 +36,7 @@ from loopscope.auditing.visibility import (
 )
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, DataError, ProtocolError
+from loopscope.machine import check_bf16_products
 from loopscope.objectives.placement import exit_weights
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopState, OwnLosses, check_products
@@ -43,8 +48,15 @@ Progress = Callable[[str, float], None]
 SHARE_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 HEAVIEST = 5
 PRINCIPAL_COMPONENTS = 4
+ROWS_DEPEND = (
+    "the rows of a batch depend on one another (batch statistics?): every state was searched as a batch of its own"
+)
 DERIVATIVE_WRONG = 0.3
 """Relative difference from which a derivative is not that of the function."""
+COARSE_STEPS = (1e-2, 1e-1, 3e-1, 1.0)
+"""Changes, in lengths of the state, that show where a function goes which jumps at smaller ones."""
+COARSE_AGREEMENT = 0.5
+"""Cosine of such a change and the declared derivative: one bit per channel still gives 0.6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +99,10 @@ class _Run:
     options: AuditOptions
     progress: Progress
     notes: list[str] = field(default_factory=list)
+    runnable: int | None = None
+    """The last loop that the model runs and reads out, where that ends."""
+    doubts: list[str] = field(default_factory=list)
+    """Why no all-clear can be given."""
 
     @property
     def supervised(self) -> list[int]:
@@ -121,12 +137,15 @@ def audit(
     network = network_of(model)
     own = OwnLosses.of(model)
     terms = [*terms, *(() if own is None else own.losses())]
+    for term in terms:
+        term.check()
     fields = {**FIELDS, **(fields or {})}
     run = _Run(model, network, ids_BT, targets_BT, weights, gated, terms, fields, options, progress)
     dtype = widest_affordable(network)
-    with borrowed(network):
+    with borrowed(network) as held:
+        torch.manual_seed(options.seed)  # a state that starts from noise is then the same in every audit
         try:
-            with widened(network, dtype):
+            with widened(network, dtype, held):
                 parts = _measure(run)
         except RuntimeError as error:  # torch's own, mostly of a tensor that kept its dtype; ours are not of this kind
             if dtype is None:
@@ -171,9 +190,9 @@ def _measure(run: _Run) -> dict[str, Any]:
     with torch.no_grad():
         run.progress("activity", 0.0)
         states = parts["states"] = _roll_out(run)
-        parts["motion"] = motion(states)
-        parts["causal"] = _is_causal(run, states)
-    parts["loops"] = [_loop(run, states, k) for k in range(1, len(states))]
+        parts["causal"] = _is_causal(run)
+    parts["loops"] = _loops(run, states)
+    parts["motion"] = motion(states)
     run.progress("visibility", 0.2)
     num_loops = run.model.num_loops
     sweeps = [
@@ -196,25 +215,49 @@ def _measure(run: _Run) -> dict[str, Any]:
 
 
 def _roll_out(run: _Run) -> list[LoopState]:
-    """h_0 … h_rollout, each checked."""
+    """h_0 … h_rollout, each checked; the search may run some loops more, which are tried here too."""
     states = [run.model.embed(run.ids_BT)]
     _check_state(states[0].h_BTD, "embed(ids)", 0)
-    for k in range(1, max(run.options.rollout, run.model.num_loops + 1) + 1):
-        before = states[-1].h_BTD
-        version = before._version
-        state = run.model.loop(states[-1], k)
-        if before._version != version:
-            raise ProtocolError(f"loop {k} changes its input h_{k - 1} in place; clone it first")
-        if state.h_BTD.shape != before.shape:
-            raise ProtocolError(
-                f"loop {k} changed the shape of the state from {tuple(before.shape)} to {tuple(state.h_BTD.shape)}"
-            )
+    if states[0].h_BTD.dtype == torch.bfloat16 and run.ids_BT.device.type == "cpu":
+        check_bf16_products()  # a network that is not shown may compute in it too
+    shown = max(run.options.rollout, run.model.num_loops + 1)
+    searched = max(carried_on(run.supervised)) + max(LATER_LOOPS, run.supervised[-1])
+    for k in range(1, max(shown, searched) + 1):
+        try:
+            state = _next(run, states[-1], k)
+            if k > shown:
+                run.model.readout(state, k)
+        except Exception as error:
+            if k <= run.model.num_loops:
+                raise
+            _stop(run, k, f"loop {k} fails with {type(error).__name__}: {error}")
+            break
         if k > run.model.num_loops and not state.h_BTD.isfinite().all():
             run.notes.append(f"loop {k}, beyond the trained depth, leaves NaN or infinity: the rollout stops there")
+            run.runnable = k - 1
             break
         _check_state(state.h_BTD, f"loop {k}", k)
         states.append(state)
-    return states
+    return states[: shown + 1]
+
+
+def _next(run: _Run, before: LoopState, k: int) -> LoopState:
+    """Loop k, which must leave its input alone and keep its shape."""
+    version = before.h_BTD._version
+    state = run.model.loop(before, k)
+    if before.h_BTD._version != version:
+        raise ProtocolError(f"loop {k} changes its input h_{k - 1} in place; clone it first")
+    if state.h_BTD.shape != before.h_BTD.shape:
+        was, became = tuple(before.h_BTD.shape), tuple(state.h_BTD.shape)
+        raise ProtocolError(f"loop {k} changed the shape of the state from {was} to {became}")
+    return state
+
+
+def _stop(run: _Run, k: int, why: str) -> None:
+    """A model with exactly K loop embeddings or readout gains has no loop K + 1: everything ends before it."""
+    run.runnable = k - 1
+    why = " ".join(why.split())
+    run.notes.append(f"the model cannot be run beyond its trained depth: {why}; it is audited up to loop {k - 1}")
 
 
 def _check_state(h_BTD: Tensor, what: str, k: int) -> None:
@@ -224,17 +267,43 @@ def _check_state(h_BTD: Tensor, what: str, k: int) -> None:
         raise ProtocolError(f"{what} leaves NaN or infinity in the state h_{k}")
 
 
-def _is_causal(run: _Run, states: list[LoopState]) -> bool:
-    """Whether a token's state stays the same when the last token is cut off."""
+def _is_causal(run: _Run) -> bool:
+    """Whether a token's state stays the same when the last token is another one.
+
+    Both runs have the same shape and the same random numbers, so that neither a state that starts from noise nor coarse
+    arithmetic is taken for a look ahead.
+    """
     ids_BT = run.ids_BT[:1]
     if ids_BT.shape[1] < 2:
         return True
-    state = run.model.loop(run.model.embed(ids_BT[:, :-1]), 1)
-    whole = states[1].h_BTD[:1, :-1]
-    causal = bool((state.h_BTD - whole).norm() <= 1e-4 * whole.norm())
+    last = int(ids_BT[0, -1])
+    others = run.ids_BT[run.ids_BT != last]
+    changed_BT = ids_BT.clone()
+    changed_BT[0, -1] = others[0] if len(others) else int(last == 0)
+
+    def after_a_loop(ids_BT: Tensor) -> Tensor:
+        return run.model.loop(run.model.embed(ids_BT), 1).h_BTD[:, :-1]
+
+    one, other = (with_the_same_noise(after_a_loop, ids) for ids in (ids_BT, changed_BT))
+    causal = bool((one - other).norm() <= 1e-4 * one.norm())
     if not causal:
         run.notes.append("the state of a token depends on later tokens: the model is not causal")
     return causal
+
+
+def _loops(run: _Run, states: list[LoopState]) -> list[Loop]:
+    """All loops, up to one beyond the trained depth that cannot be read out; states end with them."""
+    loops: list[Loop] = []
+    for k in range(1, len(states)):
+        try:
+            loops.append(_loop(run, states, k))
+        except Exception as error:
+            if k <= run.model.num_loops:
+                raise
+            _stop(run, k, f"the readout at loop {k} fails with {type(error).__name__}: {error}")
+            del states[k:]
+            break
+    return loops
 
 
 def _loop(run: _Run, states: list[LoopState], k: int) -> Loop:
@@ -293,20 +362,96 @@ def _search(run: _Run, ranges: dict[str, FreeRange]) -> tuple[BlindDirections, l
     count = min(options.states, run.ids_BT.numel())
     rows, lengths = _prefixes(run.ids_BT, options, count, generator)
     width = run.model.embed(run.ids_BT[:1, :1]).h_BTD.shape[-1]
-    search = Search(run.model, run.weights, run.terms, matrix_free=options.matrix_free(width), seed=options.seed)
+    search = Search(
+        run.model,
+        run.weights,
+        run.terms,
+        matrix_free=options.matrix_free(width),
+        seed=options.seed,
+        runnable=run.runnable,
+    )
+    every = carried_on(run.supervised)
+    if len(search.audited) < len(every):
+        loops = ", ".join(map(str, search.audited))
+        run.notes.append(f"of the {len(every)} loops whose state goes on, {len(search.audited)} were searched: {loops}")
     findings: verdicts.Findings = []
+    row_by_row = False
     states_at: dict[int, list[Tensor]] = {k: [] for k in search.audited}
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         run.progress("search", 0.4 + 0.6 * index / count)
-        token = token_maps(run.model, run.ids_BT[row, :length], search.deepest)
+        token = _token(run, search, run.ids_BT[row, :length], row_by_row)
         if index == 0:
-            _check_derivatives(run, token, search)
+            if row_by_row := token.rows_depend_on_one_another():
+                token = replace(token, row_by_row=True)
+                run.notes.append(ROWS_DEPEND)
+            _check_derivatives(run, token)
         findings.append(search.examine(token, run.fields, ranges))
         for k in search.audited:
             states_at[k].append(token.h_D(k).double())
     components_DC = _principal_components(torch.stack([h_D for states in states_at.values() for h_D in states]))
     found = verdicts.blind_directions(findings, components_DC, states_at)
+    _doubt_unread_states(run, findings)
+    _doubt_rounding(run, findings)
+    _note_disputes(run, findings)
     return found, verdicts.variables(findings, found, ranges)
+
+
+def _token(run: _Run, search: Search, ids_T: Tensor, row_by_row: bool) -> TokenMaps:
+    """One state to search; where no loop comes after the audited one, the last is run again in its stead."""
+    if not search.repeats:
+        return token_maps(run.model, ids_T, search.deepest, row_by_row=row_by_row)
+    try:
+        return token_maps(run.model, ids_T, search.deepest, last_loop=run.runnable, row_by_row=row_by_row)
+    except Exception as error:
+        raise ProtocolError(
+            f"only loop {search.num_loops} is supervised, and nothing can be run after it ({type(error).__name__}: "
+            f"{error}): what would be carried on cannot be measured"
+        ) from error
+
+
+def _doubt_unread_states(run: _Run, findings: verdicts.Findings) -> None:
+    """A loop that starts as a function of the input alone (an injection W = [I | 0]) carries nothing, yet."""
+    unread = [k for k in findings[0] if not any(one[k].is_read for one in findings)]
+    if not unread:
+        return
+    which = f"loop {unread[0] + 1} does not depend on h_{unread[0]}"
+    if len(unread) < len(findings[0]):
+        run.notes.append(f"{which}: nothing of that state is carried on")
+    elif any(one[k].hidden.basis_DN.shape[1] for one in findings for k in unread):
+        run.doubts.append(
+            f"no loop reads the state yet ({which}; an injection that starts with a weight of zero?), so what training "
+            "will make it carry is not known; audit it after some steps"
+        )
+    else:
+        run.notes.append(f"no loop reads the state yet ({which}), but its exits show all of it")
+
+
+def _doubt_rounding(run: _Run, findings: verdicts.Findings) -> None:
+    """A hidden direction that bf16 products blur looks like one that is shown a little."""
+    for k in findings[0]:
+        rounding = statistics.median(one[k].hidden.rounding for one in findings)
+        blurred = statistics.median_high([one[k].hidden.undecided for one in findings])
+        if blurred:
+            whole = "" if run.network is None or list(run.network.parameters()) else " (adapt takes module=)"
+            run.doubts.append(
+                f"the arithmetic is too coarse for what an exit may hide: the readout at loop {k} shows {blurred} "
+                f"directions so little that its rounding, {rounding:.0e} of an average direction, may be all of it; "
+                f"audit the model in float32 or wider, or show its network so that it can be widened{whole}"
+            )
+            return
+
+
+def _note_disputes(run: _Run, findings: verdicts.Findings) -> None:
+    """A derivative that is not what the function does along a named field: a statistic that is detached, say."""
+    for name in run.fields:
+        readouts = [k for k in findings[0] if any(name in one[k].hidden.disputed for one in findings)]
+        loops = [k + 1 for k in findings[0] if any(name in one[k].disputed for one in findings)]
+        for what, at in (("readout at loop", readouts), ("loop", loops)):
+            if at:
+                run.notes.append(
+                    f"the derivative of the {what} {', '.join(map(str, at))} along {name} is not what a change of the "
+                    f"state does (a detached statistic inside?): the change is believed"
+                )
 
 
 def _prefixes(
@@ -318,31 +463,73 @@ def _prefixes(
     return rows, torch.randint((longest + 1) // 2, longest + 1, (count,), generator=generator).tolist()
 
 
-def _check_derivatives(run: _Run, token: TokenMaps, search: Search) -> None:
+def _check_derivatives(run: _Run, token: TokenMaps) -> None:
     """Derivatives against finite differences: a detach or no_grad inside would look like a removed variable."""
-    h_D = token.h_D(0)
-    direction_D = torch.randn(len(h_D), generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(h_D)
+    random_RD = torch.randn(4, len(token.h_D(0)), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    coarse = []
     for k in range(1, run.model.num_loops + 1):
         checks = {
-            f"loop {k}": (token.h_D(k - 1), lambda h, k=k: token.loop(h, k)),
-            f"readout at loop {k}": (token.h_D(k), lambda h, k=k: token.shown(h, k)),
+            f"loop {k}": (token.h_D(k - 1), partial(token.loop, k=k)),
+            f"readout at loop {k}": (token.h_D(k), partial(token.shown, k=k)),
         }
         for what, (h_D, function) in checks.items():
-            _check_derivative(what, function, h_D, direction_D * h_D.norm() / direction_D.norm())
+            named_MD = unit_fields(run.fields, h_D).cpu()  # the search compares derivative and change along these
+            directions_RD = random_RD - random_RD @ torch.linalg.pinv(named_MD) @ named_MD
+            directions_RD = (directions_RD / directions_RD.norm(dim=-1, keepdim=True)).to(h_D)
+            directions_RD *= h_D.norm() if h_D.any() else len(h_D) ** 0.5  # a state may start from zeros
+            if not _passes_its_derivative(what, function, h_D, directions_RD):
+                coarse.append(what)
+    if coarse:
+        run.notes.append(
+            f"the {coarse[0]} changes in jumps (a cast to a coarse dtype, a straight-through quantisation?), "
+            f"{len(coarse)} of the {2 * run.model.num_loops} loops and readouts do: declared derivatives are believed"
+        )
 
 
-def _check_derivative(what: str, function: Callable[[Tensor], Tensor], h_D: Tensor, direction_D: Tensor) -> None:
-    size = 1e-5 if h_D.dtype == torch.float64 else 1e-2
-    with torch.no_grad():
-        ahead, behind = function(torch.stack([h_D + size * direction_D, h_D - size * direction_D])).double()
-    difference = (ahead - behind) / (2 * size)
-    (tangent,) = push(lambda h_RD: [function(h_RD)], h_D, direction_D[None])
-    wrong = float((tangent[0].detach().double() - difference).norm())
-    if float(difference.norm()) > 1e-6 * float(ahead.norm()) and wrong > DERIVATIVE_WRONG * float(difference.norm()):
+def _passes_its_derivative(what: str, function: Map, h_D: Tensor, directions_RD: Tensor) -> bool:
+    """True where small changes confirm the derivative, False where the function is too coarse for small ones.
+
+    A function is smooth here if its differences at two small steps agree; then they are its derivative, and another one
+    is an error. A coarse function (bf16 inside, a rounding with a straight-through derivative) jumps: its differences
+    at small steps are noise or zero. Over larger steps it must still move where its declared derivative points.
+    """
+    steps = (1e-5, 1e-4) if h_D.dtype == torch.float64 else (1e-2, 3e-2)
+    differences = [_difference(function, h_D, directions_RD, step) for step in (*steps, *COARSE_STEPS)]
+    small, less_small, *large = differences
+    nothing = 1e-6 * float(with_the_same_noise(function, h_D[None]).double().norm())
+    if not math.isfinite(nothing):
+        raise ProtocolError(f"the {what} makes NaN or infinity of a finite state h")
+    if all(float(difference.norm()) <= nothing for difference in differences):
+        return True
+    (tangents_RF,) = push(lambda h_RD: [function(h_RD)], h_D, directions_RD)
+    tangent = tangents_RF.double().flatten()
+    if not tangent.isfinite().all():
+        return True  # the search says so, and of which state
+    if float(small.norm()) > nothing and _close(tangent, small):
+        return True
+    smooth = float(small.norm()) > nothing and _close(small, less_small) and _close(less_small, small)
+    if smooth or not any(_points_the_same_way(tangent, difference) for difference in large):
         raise ProtocolError(
             f"the {what} depends on its state h but does not pass on its derivative (a detach or no_grad inside?): "
             "nothing can be said about what it hides or carries"
         )
+    return False
+
+
+def _difference(function: Map, h_D: Tensor, directions_RD: Tensor, step: float) -> Tensor:
+    """(f(h + step·v) − f(h − step·v))/(2·step) of all directions, each side with the same random numbers."""
+    ahead, behind = (with_the_same_noise(function, h_D + sign * step * directions_RD) for sign in (1, -1))
+    return ((ahead.double() - behind.double()) / (2 * step)).flatten()
+
+
+def _points_the_same_way(tangent: Tensor, difference: Tensor) -> bool:
+    """Roughly: as one bit per channel still does, and a derivative of which most is missing does not."""
+    share = float(tangent.norm()) / max(float(difference.norm()), 1e-300)
+    return float(cosine_similarity(tangent, difference, dim=0)) >= COARSE_AGREEMENT and 0.2 <= share <= 5
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) <= DERIVATIVE_WRONG * float(other.norm())
 
 
 def _principal_components(states_SD: Tensor) -> Tensor:
@@ -374,11 +561,12 @@ def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | N
 def _assemble(run: _Run, subject: Subject, parts: dict[str, Any], seconds: float) -> AuditResult:
     found, known = parts["search"]
     blind = found.dimension or any(variable.verdict == "blind" for variable in known)
-    verdict = "blind-spot" if blind else "controlled"
+    verdict = "blind-spot" if blind else "undecided" if run.doubts else "controlled"
+    summary = f"Undecided: {run.doubts[0]}." if verdict == "undecided" else verdicts.summary(verdict, found, known)
     return AuditResult(
         model=subject,
         verdict=verdict,
-        summary=verdicts.summary(verdict, found, known),
+        summary=summary,
         variables=known,
         blind_directions=found,
         loops=parts["loops"],
@@ -386,6 +574,6 @@ def _assemble(run: _Run, subject: Subject, parts: dict[str, Any], seconds: float
         alpha_sweep=parts["alpha_sweep"],
         interventions=parts["interventions"],
         heaviest_tokens=parts["heaviest_tokens"],
-        checks={"raw_readout_control": parts["control"], "causal": parts["causal"], "notes": run.notes},
+        checks={"raw_readout_control": parts["control"], "causal": parts["causal"], "notes": [*run.doubts, *run.notes]},
         cost={"seconds": seconds},
     )

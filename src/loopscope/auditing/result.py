@@ -83,7 +83,7 @@ class AuditResult:
 
     model: Subject
     verdict: str
-    """blind-spot or controlled."""
+    """blind-spot, controlled, or undecided: nothing blind was found, and a note says why that is no all-clear."""
     summary: str
     variables: list[Variable]
     blind_directions: BlindDirections

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from loopscope.auditing.free_range import FreeRange
-from loopscope.auditing.token_maps import TokenMaps, jacobian, pull, push
+from loopscope.auditing.token_maps import TokenMaps, jacobian, pull, push, with_the_same_noise
 from loopscope.errors import ProtocolError
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LinearReadout, LoopedModel
@@ -42,6 +42,8 @@ HIDDEN = 1.0
 """Singular values are in such units: below 1, ten lengths go unnoticed."""
 WEAK = 10 / 3
 """Below this, three lengths go unnoticed: something is shown, but little."""
+LITTLE = 1e-3
+"""Share of what an average direction shows below which derivatives and changes need not agree."""
 NOTHING = 1e-6
 """Below this share of the largest, a singular value is zero; the median is taken over the others."""
 CARRIED = 1e-3
@@ -64,8 +66,21 @@ BOUNDED = 1e-2
 """Gain of such a change below which the loop bounds it."""
 LATER_LOOPS = 4
 """Loops after k through which a direction is followed."""
+CHANGES = (1e-3, 1e-1)
+"""Lengths, in that of the state, of the changes that a derivative along a named field is held against."""
+CHANGES_SINGLE = (1e-2, 1e-1)
+"""The same where the state is not float64: smaller ones drown in rounding."""
+DISPUTED = 0.3
+"""Relative difference from which derivative and change disagree, or two changes of another size do."""
+ROUNDING_MARGIN = 10.0
+"""A singular value below so many times the rounding may be zero."""
+MOST_AUDITED = 8
+"""Loops whose state is searched: each is followed to the last, and the cost of all would grow with their square."""
 PROBES = 8
 """Random directions that say what an average one does."""
+
+Fields = dict[str, Callable[[Tensor], Tensor]]
+"""Directions with a name, each a function of the state."""
 
 CLASSES = ("removed", "unreachable", "damped", "inert", "shown_later", "memory", "blind")
 """What becomes of a hidden direction, in the order of the questions."""
@@ -84,6 +99,17 @@ class Hidden:
     """JᵀJ of the readout."""
     basis_DN: Tensor
     """Orthonormal basis of the hidden directions."""
+    rounding: float = 0.0
+    """What the arithmetic of the readout leaves of nothing, over the same median."""
+    unit: float = 1.0
+    """That median in units of the spectrum."""
+    disputed: tuple[str, ...] = ()
+    """Named fields along which a change of the state and the derivative disagree: the change is believed."""
+
+    @property
+    def undecided(self) -> int:
+        """Directions that are shown so little that rounding may be all of it."""
+        return int(((self.spectrum > HIDDEN) & (self.spectrum <= ROUNDING_MARGIN * self.rounding * self.unit)).sum())
 
     @property
     def weak(self) -> int:
@@ -114,6 +140,10 @@ class StateFindings:
     hidden: Hidden
     fate: Fate
     fields: dict[str, FieldFinding] = field(default_factory=dict)
+    is_read: bool = True
+    """Whether the next loop depends on the state at all."""
+    disputed: tuple[str, ...] = ()
+    """Named fields along which the next loop's derivative and a change of the state disagree."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +179,6 @@ class LogitMetric:
         return (tangents_RF - tangents_RF.mean(-1, keepdim=True)) / tangents_RF.shape[-1] ** 0.5
 
 
-def audited_loops(supervised: Sequence[int]) -> list[int]:
-    """Supervised loops whose state goes on in training; if only the last is supervised, that one."""
-    return [k for k in sorted(supervised) if k < max(supervised)] or [max(supervised)]
-
-
 class Search:
     """The questions, asked of one model under one objective."""
 
@@ -165,38 +190,48 @@ class Search:
         *,
         matrix_free: bool = False,
         seed: int = 0,
+        runnable: int | None = None,
     ) -> None:
-        self.metric = LogitMetric(model)
-        self.model, self.weights, self.terms, self.matrix_free = model, dict(weights), terms, matrix_free
+        """`runnable` is the last loop that the model runs, where that ends."""
+        self.metric, self.runnable = LogitMetric(model), runnable
+        self.weights, self.terms, self.matrix_free = dict(weights), terms, matrix_free
         self.supervised = sorted(weights)
         self.num_loops = self.supervised[-1]
         self.generator = torch.Generator().manual_seed(seed)
 
     @property
     def audited(self) -> list[int]:
-        """Supervised loops whose state goes on in training; if only the last is supervised, that one."""
+        """Supervised loops whose state goes on in training, a few of many; if only the last is supervised, that one."""
         return audited_loops(self.supervised)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether no loop comes after the audited one, so that the last loop is run again in its stead."""
+        return self.runnable is not None and self.runnable <= max(self.audited)
+
+    def later(self, k: int) -> int:
+        """Loops after k through which a direction is followed: to the last supervised one, and a few at least."""
+        wanted = max(LATER_LOOPS, self.num_loops - k)
+        return wanted if self.repeats or self.runnable is None else min(wanted, self.runnable - k)
 
     @property
     def deepest(self) -> int:
         """The last loop that any question runs."""
-        return max(self.audited) + max(LATER_LOOPS, self.num_loops - min(self.audited))
+        return max(k + self.later(k) for k in self.audited)
 
-    def examine(
-        self, token: TokenMaps, fields: dict[str, Callable[[Tensor], Tensor]], ranges: Mapping[str, FreeRange]
-    ) -> dict[int, StateFindings]:
+    def examine(self, token: TokenMaps, fields: Fields, ranges: Mapping[str, FreeRange]) -> dict[int, StateFindings]:
         """All audited loops of one token; what becomes of a field is asked only where it is free."""
-        hidden = {k: self.hidden(token, k) for k in self.supervised}
+        hidden = {k: self.hidden(token, k, fields) for k in self.supervised}
         findings = {}
         for k in self.audited:
-            question = _Question(self, token, k, hidden)
+            question = _Question(self, token, k, hidden, fields)
             fate = question.fate(hidden[k].basis_DN)
             h_D = token.h_D(k).double()
             named = {name: question.field(_unit(of(h_D)), asked=ranges[name].is_free(k)) for name, of in fields.items()}
-            findings[k] = StateFindings(hidden[k], fate, named)
+            findings[k] = StateFindings(hidden[k], fate, named, question.usual_gain > 0, question.disputed)
         return findings
 
-    def hidden(self, token: TokenMaps, k: int) -> Hidden:
+    def hidden(self, token: TokenMaps, k: int, fields: Fields) -> Hidden:
         """What the readout of loop k hides of its state, at a scale of at least 1 where that hides scale besides.
 
         Below it a norm's eps leaks, eps/(s² + eps), and an untrained model would pass for a visible one until it has
@@ -205,18 +240,34 @@ class Search:
         h_D = token.h_D(k)
         if not h_D.any():
             raise ProtocolError(f"loop {k} leaves a state h_{k} of zeros, which has no direction")
-        found = self._hidden_at(token, k, h_D)
+        found = self._hidden_at(token, k, h_D, fields)
         scale = float(h_D.norm()) / len(h_D) ** 0.5
         if scale >= 1:
             return found
-        grown = self._hidden_at(token, k, h_D / scale)
+        grown = self._hidden_at(token, k, h_D / scale, fields)
         return grown if grown.basis_DN.shape[1] == found.basis_DN.shape[1] + 1 else found
 
-    def _hidden_at(self, token: TokenMaps, k: int, h_D: Tensor) -> Hidden:
-        """The singular values of what is shown of one state, from the Gram matrix of its Jacobian."""
-        identity_DD = torch.eye(len(h_D), dtype=h_D.dtype, device=h_D.device)
-        (tangents_DF,) = push(lambda h_RD: [token.shown(h_RD, k)], h_D, identity_DD)
-        logits_DF = self.metric.logits(tangents_DF)
+    def _hidden_at(self, token: TokenMaps, k: int, h_D: Tensor, fields: Fields) -> Hidden:
+        """The singular values of what is shown of one state, from the Gram matrix of its Jacobian.
+
+        Probes say how far the arithmetic is from linear: in bf16 as much as a weak direction shows. Where that matters,
+        and where a change of the state contradicts the derivative, named fields are asked about by themselves.
+        """
+        identity_DD = torch.eye(len(h_D), dtype=torch.float64, device=h_D.device)
+        units_MD = unit_fields(fields, h_D)
+        probes_RD = self._probes(len(h_D)).to(h_D.device)
+        rows_RD = torch.cat([identity_DD, units_MD, probes_RD])
+        (tangents_RF,) = push(lambda h_RD: [token.shown(h_RD, k)], h_D, rows_RD)
+        shown_RF = self.metric.logits(tangents_RF)
+        logits_DF, along_MF, probed_RF = shown_RF.split([len(h_D), len(units_MD), len(probes_RD)])
+        usual = float(probed_RF.norm(dim=-1).median())
+        rounding = float((probed_RF - probes_RD @ logits_DF).norm(dim=-1).median())
+        moved_MF, believed_M = changes(lambda h_RD: self.metric.logits(token.shown(h_RD, k)), h_D, units_MD)
+        disputed_M = believed_M & disagree(moved_MF, along_MF, floor=LITTLE * usual)
+        asked_M = disputed_M | (rounding > LITTLE / ROUNDING_MARGIN * usual)
+        if asked_M.any():
+            along_MF = torch.where(disputed_M[:, None], moved_MF, along_MF)[asked_M]
+            logits_DF = logits_DF + torch.linalg.pinv(units_MD[asked_M]) @ (along_MF - units_MD[asked_M] @ logits_DF)
         gram_DD = logits_DF @ logits_DF.T
         if not gram_DD.isfinite().all():
             raise ProtocolError(f"the readout at loop {k} has a derivative that is NaN or infinite")
@@ -224,35 +275,98 @@ class Search:
             raise ProtocolError(f"the readout at loop {k} does not depend on the state h_{k}: its derivative is zero")
         own_D = torch.linalg.eigvalsh(gram_DD).clamp(min=0).sqrt()
         reference = float(own_D[own_D > NOTHING * own_D[-1]].median())
-        squares_D, vectors_DD = torch.linalg.eigh(self._noticed(token, k, h_D, gram_DD))
+        charge = self._exit_charge(token, k, h_D)
+        squares_D, vectors_DD = torch.linalg.eigh(charge * gram_DD + self._terms_noticed(token, k, h_D))
         spectrum_D = squares_D.clamp(min=0).sqrt()
-        return Hidden(k, spectrum_D.flip(0), reference, gram_DD, vectors_DD[:, spectrum_D <= HIDDEN])
+        basis_DN = vectors_DD[:, spectrum_D <= HIDDEN]
+        rest = (rounding / reference, reference * charge**0.5, _chosen(fields, disputed_M))
+        return Hidden(k, spectrum_D.flip(0), reference, gram_DD, basis_DN, *rest)
 
-    def _noticed(self, token: TokenMaps, k: int, h_D: Tensor, gram_DD: Tensor) -> Tensor:
-        """The quadratic form of what is noticed of ten lengths along a direction, over the limit.
+    def _exit_charge(self, token: TokenMaps, k: int, h_D: Tensor) -> float:
+        """½·w·g²·(ten lengths)² over the limit: times ‖J v‖², what the exit notices of ten lengths along v.
 
-        ½·w·g²·‖J v‖² of the exit, w its weight among those from k on and g = max(1, 1/rms z) for tiny logits; and the
-        squared length that each term shows, at the scale that the design fixes.
+        w is the exit's weight among those from k on, g = max(1, 1/rms z) lifts the tiny logits of an untrained model.
         """
         with torch.no_grad():
             (logits_V,) = token.logits(h_D[None], k).double()
         gain = 1 / min(float((logits_V - logits_V.mean()).square().mean().sqrt().clamp(min=1e-30)), 1.0)
-        weight = self.weights[k] / sum(w for j, w in self.weights.items() if j >= k)
-        moved = LENGTHS**2 * float(h_D.double().square().sum())
-        noticed_DD = 0.5 * weight * gain**2 * moved * gram_DD
+        weight = self.weights[k] / sum(weight for j, weight in self.weights.items() if j >= k)
+        return 0.5 * weight * gain**2 * LENGTHS**2 * float(h_D.double().square().sum()) / NOTICED
+
+    def _terms_noticed(self, token: TokenMaps, k: int, h_D: Tensor) -> Tensor:
+        """The quadratic form of what the terms notice of ten lengths, at the scale that the design fixes."""
+        noticed_DD = torch.zeros(len(h_D), len(h_D), dtype=torch.float64, device=h_D.device)
         scale = float(h_D.norm()) / len(h_D) ** 0.5
         for term in self.terms:
             seen_FD = jacobian(partial(token.shown_by, term, k), h_D / scale)
-            noticed_DD = noticed_DD + LENGTHS**2 * len(h_D) * seen_FD.T @ seen_FD
-        return noticed_DD / NOTICED
+            noticed_DD = noticed_DD + LENGTHS**2 * len(h_D) / NOTICED * seen_FD.T @ seen_FD
+        return noticed_DD
+
+    def _probes(self, width: int) -> Tensor:
+        """The same random unit directions at every state."""
+        probes_RD = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
+        return probes_RD / probes_RD.norm(dim=-1, keepdim=True)
+
+
+def unit_fields(fields: Fields, h_D: Tensor) -> Tensor:
+    """Named fields at a state as unit rows, in float64; of zeros where a field vanishes."""
+    rows_MD = torch.stack([of(h_D.double()).double() for of in fields.values()])
+    return rows_MD / rows_MD.norm(dim=-1, keepdim=True).clamp(min=1e-300)
+
+
+def changes(function: Callable[[Tensor], Tensor], h_D: Tensor, units_MD: Tensor) -> tuple[Tensor, Tensor]:
+    """What ±10 % of a state's length along each direction does, per unit, and whether ±0.1 % does the same.
+
+    Where a function jumps (a coarse dtype, a quantisation) the two differ, and neither is an answer.
+    """
+    steps, length = CHANGES if h_D.dtype == torch.float64 else CHANGES_SINGLE, float(h_D.double().norm())
+    moved = []
+    for step in steps:
+        offsets_MD = (step * length * units_MD).to(h_D.dtype)
+        ahead, behind = (with_the_same_noise(function, h_D + sign * offsets_MD).double() for sign in (1, -1))
+        moved.append((ahead - behind) / (2 * step * length))
+    return moved[0], ~disagree(moved[0], moved[1])
+
+
+def disagree(one_MF: Tensor, other_MF: Tensor, floor: float = 0.0) -> Tensor:
+    """Rows that are further apart than `DISPUTED` of the longer one, and than `floor`."""
+    longer_M = torch.maximum(one_MF.norm(dim=-1), other_MF.norm(dim=-1))
+    apart_M = (one_MF - other_MF).norm(dim=-1)
+    return (apart_M > DISPUTED * longer_M) & (apart_M > floor)
+
+
+def _chosen(fields: Fields, mask_M: Tensor) -> tuple[str, ...]:
+    return tuple(name for name, chosen in zip(fields, mask_M.tolist(), strict=True) if chosen)
+
+
+def carried_on(supervised: Sequence[int]) -> list[int]:
+    """Supervised loops below the last; the last if it is the only one."""
+    return [k for k in supervised if k < max(supervised)] or list(supervised)
+
+
+def audited_loops(supervised: Sequence[int]) -> list[int]:
+    """Loops whose state is audited: those whose state goes on in training, a few of many."""
+    return _spread(carried_on(sorted(supervised)), MOST_AUDITED)
+
+
+def _spread(loops: list[int], most: int) -> list[int]:
+    """At most so many of them, evenly, the first and the last included."""
+    if len(loops) <= most:
+        return loops
+    return [loops[round(index * (len(loops) - 1) / (most - 1))] for index in range(most)]
 
 
 class _Question:
     """One state at one loop: follows directions through the loops before and after it."""
 
-    def __init__(self, search: Search, token: TokenMaps, k: int, hidden: dict[int, Hidden]) -> None:
+    def __init__(
+        self, search: Search, token: TokenMaps, k: int, hidden: dict[int, Hidden], fields: Fields | None = None
+    ) -> None:
         self.search, self.token, self.k, self.hidden = search, token, k, hidden
         self.h_D = token.h_D(k)
+        self.disputed: tuple[str, ...] = ()
+        self._corrections: tuple[Tensor, list[Tensor]] | None = None
+        self._compare_with_changes(fields or {})
         probes_RD = torch.randn(PROBES, len(self.h_D), generator=search.generator, dtype=torch.float64)
         probes_RD = probes_RD.to(self.h_D.device) / probes_RD.norm(dim=-1, keepdim=True).to(self.h_D.device)
         carried, effects = self._follow(probes_RD)
@@ -284,7 +398,8 @@ class _Question:
     def _strengths(self, carried: list[Tensor], effects: list[Tensor]) -> tuple[float, float]:
         """Largest gain through the next loop, and effect on later logits over an average direction's."""
         gain = float(torch.linalg.matrix_norm(carried[0], ord=2))
-        return gain, float(torch.linalg.matrix_norm(torch.cat(effects, dim=-1), ord=2)) / self.usual_effect
+        effect = float(torch.linalg.matrix_norm(torch.cat(effects, dim=-1), ord=2))
+        return gain, effect / self.usual_effect if self.usual_effect else 0.0
 
     def _sort(
         self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor], but: Sequence[str] = ()
@@ -318,14 +433,13 @@ class _Question:
 
     def _follow(self, rows_RD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Images of directions after 1, 2, … loops, and their effects on the logits there."""
-        later = max(LATER_LOOPS, self.search.num_loops - self.k)
-
-        def loops_and_readouts(h_RD: Tensor) -> list[Tensor]:
-            states = self.token.loops(h_RD, self.k, later)
-            shown = [self.token.shown(state_RD, self.k + m) for m, state_RD in enumerate(states, start=1)]
-            return [*states, *shown]
-
-        pushed = push(loops_and_readouts, self.h_D, rows_RD)
+        later = self.search.later(self.k)
+        pushed = push(self._loops_and_readouts, self.h_D, rows_RD)
+        if self._corrections is not None:
+            inverse_DM, errors = self._corrections
+            pushed = [
+                image + (rows_RD @ inverse_DM @ error).to(image) for image, error in zip(pushed, errors, strict=True)
+            ]
         for index, image in enumerate(pushed):
             if not image.isfinite().all():
                 what = f"{'loop' if index < later else 'readout at loop'} {self.k + 1 + index % later}"
@@ -334,6 +448,28 @@ class _Question:
             self.search.metric.logits(rows) for rows in pushed[later:]
         ]
 
+    def _loops_and_readouts(self, h_RD: Tensor) -> list[Tensor]:
+        states = self.token.loops(h_RD, self.k, self.search.later(self.k))
+        shown = [self.token.shown(state_RD, self.k + m) for m, state_RD in enumerate(states, start=1)]
+        return [*states, *shown]
+
+    def _compare_with_changes(self, fields: Fields) -> None:
+        """Where the next loop's derivative along a named field is not what a change does, the change is followed."""
+        if not fields:
+            return
+        units_MD = unit_fields(fields, self.h_D)
+        (along_MD,) = push(lambda h_RD: [self.token.loops(h_RD, self.k, 1)[0]], self.h_D, units_MD)
+        moved_MD, believed_M = changes(lambda h_RD: self.token.loops(h_RD, self.k, 1)[0], self.h_D, units_MD)
+        disputed_M = believed_M & disagree(moved_MD, along_MD.double(), floor=CARRIED)
+        if not disputed_M.any():
+            return
+        self.disputed, units_MD = _chosen(fields, disputed_M), units_MD[disputed_M]
+        pushed = push(self._loops_and_readouts, self.h_D, units_MD)
+        widths = [image.shape[-1] for image in pushed]
+        moved_MF, _ = changes(lambda h_RD: torch.cat(self._loops_and_readouts(h_RD), dim=-1), self.h_D, units_MD)
+        errors = [one - image.double() for one, image in zip(moved_MF.split(widths, dim=-1), pushed, strict=True)]
+        self._corrections = (torch.linalg.pinv(units_MD), errors)
+
     @staticmethod
     def _kept(image_DC: Tensor, rest: Tensor, floor: float) -> Tensor:
         """Directions that a linear map does not shrink below `floor`."""
@@ -341,12 +477,15 @@ class _Question:
         return rest @ right.T[:, gains > floor]
 
     def _undamped(self, carried: list[Tensor], rest: Tensor) -> Tensor:
-        """Directions whose image shrinks by less than 5 % a loop from the first loop on."""
-        first_DC, last_DC = (carried[index].T @ rest for index in (0, LATER_LOOPS - 1))
+        """Directions whose image shrinks by less than 5 % a loop from the first loop on; at it, if it is alone."""
+        loops = min(LATER_LOOPS, len(carried))
+        if loops == 1:
+            return self._kept(carried[0].T, rest, DAMPED)
+        first_DC, last_DC = (carried[index].T @ rest for index in (0, loops - 1))
         _, triangle = torch.linalg.qr(first_DC)
         back = torch.linalg.inv(triangle)
         _, gains, right = torch.linalg.svd(last_DC @ back, full_matrices=False)
-        return _orthonormal(rest @ back @ right.T[:, gains >= DAMPED ** (LATER_LOOPS - 1)])
+        return _orthonormal(rest @ back @ right.T[:, gains >= DAMPED ** (loops - 1)])
 
     def _reachable(self, basis_DC: Tensor, rest: Tensor) -> Tensor:
         """Directions within `REACH` of what the loop that wrote this state can write."""

@@ -2,7 +2,8 @@
 
 The audit asks what happens to the state of one token, everything before it held fixed and nothing after it: the last
 position of a prefix. A model that takes a cache runs that position alone against the keys and values of the others;
-any other model runs the whole prefix again. Many perturbed copies of the state go through as rows of one batch.
+any other model runs the whole prefix again. Many perturbed copies of the state go through as rows of one batch, unless
+the rows of a batch depend on one another (batch statistics): then each is a batch of its own.
 
 Shape legend: R rows (copies of one state), T tokens of the prefix, D width, F features, V vocabulary.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +26,10 @@ from loopscope.protocol import Cached, LinearReadout, LoopedModel, LoopState, Sl
 
 ROWS_AT_ONCE = 512
 """Copies of a state that go through a loop in one batch: enough for the matrix multiply, little memory."""
+ROWS_OF_A_PREFIX = (3, 5)
+"""Copies of a prefix that are run: two could be cosine and sine."""
+SAME_ROW = 1e-9
+"""Relative difference up to which a row is the same whatever else is in the batch."""
 SAME_STATE = 1e-4
 """Relative difference up to which the cached and the whole run count as the same state."""
 
@@ -43,7 +49,7 @@ class PrefixCache:
         """The prefix's keys and values followed by the new ones."""
         if slot in self.slots:
             rows = len(k_BHTC)
-            before = (tensor.expand(rows, *tensor.shape[1:]) for tensor in self.slots[slot])
+            before = (tensor[:1].expand(rows, *tensor.shape[1:]) for tensor in self.slots[slot])
             k_BHTC, v_BHTC = (torch.cat(pair, dim=2) for pair in zip(before, (k_BHTC, v_BHTC), strict=True))
         if not self.frozen:
             self.slots[slot] = (k_BHTC, v_BHTC)
@@ -56,8 +62,12 @@ class TokenMaps:
 
     model: LoopedModel
     states: list[LoopState]
-    """After 0 … M loops; one row, and either the last token alone (with a cache) or the whole prefix."""
+    """After 0 … M loops; a few equal rows, and either the last token alone (with a cache) or the whole prefix."""
     cache: PrefixCache | None
+    last_loop: int | None = None
+    """The last number that the model knows a loop of; further ones are that loop again."""
+    row_by_row: bool = False
+    """Whether every copy of the state goes through as a batch of its own."""
 
     def h_D(self, k: int) -> Tensor:
         """The token's state after loop k."""
@@ -65,9 +75,11 @@ class TokenMaps:
 
     def loops(self, h_RD: Tensor, k: int, count: int) -> list[Tensor]:
         """h_k → [h_{k+1}, …, h_{k+count}], each R×D."""
+        if self.row_by_row and len(h_RD) > 1:
+            return [torch.cat(rows) for rows in zip(*(self.loops(h, k, count) for h in h_RD.split(1)), strict=True)]
         state, passed = self._with(h_RD, k), []
         for number in range(k + 1, k + count + 1):
-            state = _loop(self.model, state, number, self.cache)
+            state = _loop(self.model, state, self._number(number), self.cache)
             passed.append(state.h_BTD[:, -1])
         return passed
 
@@ -77,9 +89,11 @@ class TokenMaps:
 
     def shown(self, h_RD: Tensor, k: int) -> Tensor:
         """What the readout at loop k makes of the state: features where the model has a head, else logits."""
+        if self.row_by_row and len(h_RD) > 1:
+            return torch.cat([self.shown(h, k) for h in h_RD.split(1)])
         linear, state = LinearReadout.of(self.model), self._with(h_RD, k)
         if linear is not None:
-            return linear.features(state, k, self.cache)[:, -1]
+            return linear.features(state, self._number(k), self.cache)[:, -1]
         return self._logits(state, k)[:, -1]
 
     def logits(self, h_RD: Tensor, k: int) -> Tensor:
@@ -88,14 +102,33 @@ class TokenMaps:
 
     def shown_by(self, term: Term, k: int, h_RD: Tensor) -> Tensor:
         """What a term of the loss shows of the state after loop k, as R×F; F is 0 where it shows nothing."""
+        if self.row_by_row and len(h_RD) > 1:
+            return torch.cat([self.shown_by(term, k, h) for h in h_RD.split(1)])
         state = self._with(h_RD, k)
         shown = term.shows(state.h_BTD, lambda: self._logits(state, k))
         return h_RD[:, :0] if shown is None else shown[:, -1].flatten(1)
 
+    def rows_depend_on_one_another(self) -> bool:
+        """Whether some loop or readout of a state changes with the other rows of its batch.
+
+        Both batches have the same shape, so that the arithmetic of the first row is the same to the last bit.
+        """
+        for k in range(1, self.model.num_loops + 1):
+            for function, h_D in ((partial(self.loop, k=k), self.h_D(k - 1)), (partial(self.shown, k=k), self.h_D(k))):
+                alone, beside = (
+                    with_the_same_noise(function, torch.stack([h_D, other_D]))[0].double() for other_D in (h_D, 3 * h_D)
+                )
+                if not (alone - beside).norm() <= SAME_ROW * alone.norm():
+                    return True
+        return False
+
+    def _number(self, k: int) -> int:
+        return k if self.last_loop is None else min(k, self.last_loop)
+
     def _logits(self, state: LoopState, k: int) -> Tensor:
         if self.cache is None:
-            return self.model.readout(state, k)
-        return Cached.needed(self.model, "a cache").readout(state, k, self.cache)
+            return self.model.readout(state, self._number(k))
+        return Cached.needed(self.model, "a cache").readout(state, self._number(k), self.cache)
 
     def _with(self, h_RD: Tensor, k: int) -> LoopState:
         """R copies of the state after loop k, the last token's h replaced."""
@@ -103,34 +136,51 @@ class TokenMaps:
         return state.with_h(torch.cat([state.h_BTD[:, :-1], h_RD[:, None]], dim=1))
 
 
-def token_maps(model: LoopedModel, ids_T: Tensor, num_loops: int) -> TokenMaps:
-    """The maps of the last token of a prefix, through a cache where the model takes one and gets it right."""
+def token_maps(
+    model: LoopedModel, ids_T: Tensor, num_loops: int, *, last_loop: int | None = None, row_by_row: bool = False
+) -> TokenMaps:
+    """The maps of the last token of a prefix, through a cache where the model takes one and gets it right.
+
+    The prefix is run as a few equal rows, unlike its tokens in number: so `LoopState.take` can tell what has rows from
+    what all rows share.
+    """
+    rows = next(number for number in ROWS_OF_A_PREFIX if number != len(ids_T))
+    ids_BT = ids_T.repeat(rows, 1)
+    numbers = [k if last_loop is None else min(k, last_loop) for k in range(1, num_loops + 1)]
     with torch.no_grad():
-        whole = _run(model, model.embed(ids_T[None]), num_loops)
+        whole = TokenMaps(model, _run(model, model.embed(ids_BT), numbers), None, last_loop, row_by_row)
         taking = Cached.of(model)
-        cached = None if taking is None or len(ids_T) < 2 else _with_cache(model, taking, ids_T, num_loops)
-        if cached is None or not _same_last_states(cached.states, whole):
-            return TokenMaps(model, whole, None)
-    return cached
+        if taking is None or len(ids_T) < 2 or last_loop is not None:
+            return whole
+        states, cache = _with_cache(model, taking, ids_BT, numbers)
+        return replace(whole, states=states, cache=cache) if _same_last_states(states, whole.states) else whole
 
 
-def _with_cache(model: LoopedModel, taking: Cached, ids_T: Tensor, num_loops: int) -> TokenMaps:
+def _with_cache(
+    model: LoopedModel, taking: Cached, ids_BT: Tensor, numbers: list[int]
+) -> tuple[list[LoopState], PrefixCache]:
     cache = PrefixCache()
-    before = _run(model, taking.embed(ids_T[None, :-1], cache), num_loops, cache)
-    for k in range(1, num_loops + 1):
+    before = _run(model, taking.embed(ids_BT[:, :-1], cache), numbers, cache)
+    for k in numbers:
         taking.readout(before[k], k, cache)  # a coda keeps keys and values too
     cache.frozen = True
-    states = _run(model, taking.embed(ids_T[None, -1:], cache), num_loops, cache)
-    return TokenMaps(model, states, cache)
+    return _run(model, taking.embed(ids_BT[:, -1:], cache), numbers, cache), cache
+
+
+def with_the_same_noise(function: Map, h_RD: Tensor) -> Tensor:
+    """A model that draws random numbers draws the same ones at every call through here."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        return function(h_RD).detach()
 
 
 def _loop(model: LoopedModel, state: LoopState, k: int, cache: PrefixCache | None) -> LoopState:
     return model.loop(state, k) if cache is None else Cached.needed(model, "a cache").loop(state, k, cache)
 
 
-def _run(model: LoopedModel, state: LoopState, num_loops: int, cache: PrefixCache | None = None) -> list[LoopState]:
+def _run(model: LoopedModel, state: LoopState, numbers: list[int], cache: PrefixCache | None = None) -> list[LoopState]:
     states = [state]
-    for k in range(1, num_loops + 1):
+    for k in numbers:
         states.append(_loop(model, states[-1], k, cache))
         if not states[-1].h_BTD.isfinite().all():
             raise ProtocolError(f"loop {k} leaves NaN or infinity in the state h_{k}: nothing can be said about it")

@@ -8,18 +8,17 @@ Shape legend: B batch, T tokens.
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from loopscope.auditing.monitor import Alarm, Observation, Reading, ScaleMonitor, read
+from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.errors import ConfigError, DataError, ProtocolError
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.objectives.placement import exit_weights
@@ -187,41 +186,17 @@ def next_ids(ids_BT: Tensor) -> Tensor:
 
 @contextmanager
 def undisturbed(model: LoopedModel, device: torch.device, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """A pass in eval mode without gradients, after which random numbers, modes and buffers are as before.
-
-    Buffers are copies meanwhile, so that one that is written to in a forward pass is not even touched.
-    """
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    modes = [module.training for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
-    python, numpy_ = random.getstate(), np.random.get_state()
-    cuda = [device] if device.type == "cuda" else []
+    """A pass in eval mode without gradients, after which model and random numbers are as before (`borrowed`)."""
     dtype = torch.get_autocast_dtype(device.type) if autocast is None else autocast
     enabled = torch.is_autocast_enabled(device.type) or autocast is not None
-    try:
-        _set(modules, [False] * len(modules), [_copies(of_one) for of_one in buffers])
-        with (
-            torch.random.fork_rng(cuda),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            # Without its cache: weights cast without gradient would be taken for the next training step's.
-            torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False),
-        ):
-            yield
-    finally:
-        _set(modules, modes, buffers)
-        random.setstate(python)
-        np.random.set_state(numpy_)
-
-
-def _copies(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
-
-
-def _set(modules: list[nn.Module], modes: list[bool], buffers: list[dict[str, Tensor | None]]) -> None:
-    for module, mode, of_one in zip(modules, modes, buffers, strict=True):
-        module.training = mode
-        module._buffers.update(of_one)
+    with (
+        torch.inference_mode(False),
+        borrowed(network_of(model)),
+        torch.no_grad(),
+        # Without its cache: weights cast without gradient would be taken for the next training step's.
+        torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False),
+    ):
+        yield
 
 
 def _warn(alarm: Alarm) -> None:

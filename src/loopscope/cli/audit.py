@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_tables, print_text, progress, say, sparkline
+from loopscope.config import ObjectiveConfig
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from loopscope.runs import write_json
 
@@ -54,7 +55,8 @@ class Audit:
     json: bool = False
     """Print audit.json instead of tables."""
 
-    help: ClassVar[str] = """Find the state variables that a loop carries and no loss sees. Exit code 1 on a blind spot.
+    help: ClassVar[str] = """Find the state variables that a loop carries and no loss sees. Exit code 1 on a blind spot,
+and where none can be ruled out.
 
 Works on trained and on untrained models; put `loopscope audit my-config.yaml` into your CI.
 
@@ -72,6 +74,8 @@ examples:
         if self.prefix < 2:
             raise ConfigError.of("prefix", self.prefix, "must be at least 2")
         parse_supervised(self.supervised)
+        if self.norm_penalty is not None:
+            ObjectiveConfig(norm_penalty=self.norm_penalty)  # refuses what is no weight, before anything is opened
 
     def run(self) -> int:
         """Audit, write audit.json, print."""
@@ -97,7 +101,7 @@ examples:
             print_text(json.dumps(result.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
         else:
             print_audit(result, opened.stage)
-        return EXIT_FINDINGS if result.verdict == "blind-spot" else EXIT_OK
+        return EXIT_OK if result.verdict == "controlled" else EXIT_FINDINGS
 
     def options(self) -> AuditOptions:
         """How much is looked at."""
@@ -114,7 +118,6 @@ examples:
 
     def _terms(self, opened: Opened) -> list[Term] | None:
         """The target's own terms, with the penalty of --norm-penalty instead of its own."""
-        from loopscope.config import ObjectiveConfig
         from loopscope.objectives.terms import terms_of
 
         if self.norm_penalty is None:

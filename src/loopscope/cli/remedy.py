@@ -69,7 +69,7 @@ examples:
             watching=watching,
         )
         self._print(result)
-        return EXIT_FINDINGS if result.after.audit.verdict == "blind-spot" else EXIT_OK
+        return EXIT_OK if result.after.audit.verdict == "controlled" else EXIT_FINDINGS
 
     def _print(self, result: Remedied) -> None:
         if self.json:

@@ -1,7 +1,7 @@
 """One loop: what turns h_{k-1} into h_k.
 
     h ← norm(h)                 inter-loop norm, opens every loop after the first
-    h ← σ(γ)·h                  spectral damping
+    h ← σ(γ)·h                  spectral damping, likewise: it acts between loops, as the paper's does
     h ← inject(h, e)            the embedded input e is read again
     h ← h + loop_embedding[k]
     h ← core(h)                 the shared layers
@@ -123,7 +123,7 @@ class Recurrence(nn.Module):
         """Everything that happens to the carried state before the core."""
         if self.inter_loop_norm is not None and k > 1:
             h_BTD = self.inter_loop_norm(h_BTD)
-        if self.damping is not None:
+        if self.damping is not None and k > 1:
             h_BTD = h_BTD * self.damping.sigmoid()
         if self.injection is not None:
             h_BTD = self.injection(h_BTD, e_BTD)

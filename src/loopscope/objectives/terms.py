@@ -14,6 +14,7 @@ Shape legend: K loops, B batch, T tokens, N = B·T, D width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from loopscope.config import ObjectiveConfig
+from loopscope.errors import ConfigError
 from loopscope.protocol import LoopTrace
 
 
@@ -51,6 +53,25 @@ class Term(ABC):
     """Whether autograd keeps the states for it."""
     kept_scalars: ClassVar[int] = 0
     """Further numbers that autograd keeps for it, per loop and token."""
+    may_reward: ClassVar[bool] = False
+    """Whether its weight may be negative: then it pays instead of charging, and `shows` must not take its root."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse a weight that is no finite number, or negative where the term is there to charge.
+
+        Terms that are dataclasses are checked when they are made, any other when an audit or an objective gets it.
+        """
+        try:
+            weight = float(self.weight)
+        except (TypeError, ValueError):
+            weight = math.nan
+        if not math.isfinite(weight):
+            raise ConfigError(f"{type(self).__name__}: weight = {self.weight!r}: must be a finite number")
+        if weight < 0 and not self.may_reward:
+            raise ConfigError(f"{type(self).__name__}: weight = {self.weight!r}: must not be negative")
 
     @abstractmethod
     def value(self, seen: Pass) -> Tensor:
@@ -85,6 +106,12 @@ class ScaleAnchor(Term):
     name: str = "scale_anchor"
     keeps_states: ClassVar[bool] = True
     kept_scalars: ClassVar[int] = 2
+
+    def check(self) -> None:
+        """Its target is a scale besides."""
+        super().check()
+        if not 0 < self.target < math.inf:
+            raise ConfigError(f"ScaleAnchor: target = {self.target!r}: must be a finite number above 0")
 
     def value(self, seen: Pass) -> Tensor:
         return scale_anchor(seen.states, self.weight, self.target)

@@ -117,7 +117,7 @@ class SavedTensors:
         if self.model.inter_loop_norm != "none" and k > 1:
             self.norm(f"loop{k}.norm", h, self.model.inter_loop_norm)
             h = f"loop{k}.normed"
-        if self.model.spectral_damping:
+        if self.model.spectral_damping and k > 1:
             self.keep_state(h)
             h = f"loop{k}.damped"
         if self.model.injection != "none":
