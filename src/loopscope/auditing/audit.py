@@ -150,7 +150,8 @@ def audit(
         except RuntimeError as error:  # torch's own, mostly of a tensor that kept its dtype; ours are not of this kind
             if dtype is None:
                 raise
-            run.notes.append(f"the model does not run in {dtype}, so it was audited in its own dtype ({error})")
+            run.notes[:] = [f"the model does not run in {dtype}, so it was audited in its own dtype ({error})"]
+            run.doubts, run.runnable = [], None
             parts = _measure(run)
     subject = _subject(run, parts["states"], name, step)
     return _assemble(run, subject, parts, time.perf_counter() - started)
