@@ -238,7 +238,7 @@ def test_a_pair_brings_the_batches_that_it_is_measured_on(theirs):
     opened = ls.open(theirs("pair", code))
     assert opened.batches[0][1, 0].item() == 10
     scores = ls.evaluate(opened).scores
-    assert scores.tokens == 2 * 9 and scores.num_bytes is None
+    assert scores.tokens == 2 * 9 and scores.bytes is None
 
 
 def test_a_factory_may_say_all_that_it_knows(theirs):

@@ -408,3 +408,41 @@ def test_of_many_loops_a_few_are_searched_the_first_and_the_last_among_them(net)
     assert [row["k"] for row in result.blind_directions.loops] == [1, 4, 6, 9, 11, 14, 16, 19]
     assert "of the 19 loops whose state goes on, 8 were searched" in notes(result)
     assert (result.verdict, result.blind_directions.dimension) == ("blind-spot", 1)
+
+
+# --- numbers are measured, and agree ---------------------------------------------------------------------------------
+
+
+def test_what_the_search_discovers_is_reported_with_what_was_measured(net):
+    """Three channels times 2e-4 before the head: shown by that much, carried at gain about 1, read by every loop."""
+    leak = torch.cat([torch.ones(WIDTH - 3), torch.full((3,), 2e-4)])
+    result = audit(looped(net, readout=lambda h, k: net.logits(h * leak.to(h))))
+    found = result.variable("channels 13, 14, 15")
+    assert found.verdict == "blind" and 5e-5 < found.visibility < 1e-3
+    assert 0.9 < found.activity < 1.2 and found.activity != 1.0 and 0 < found.delayed_visibility < 10
+
+
+def test_a_hidden_memory_is_reported_with_what_was_measured(net):
+    """An inter-loop norm bounds the unread channels: its gain on them is 1/s of the state it norms."""
+    mask = torch.cat([torch.ones(WIDTH - 3), torch.zeros(3)])
+    result = audit(
+        looped(net, loop=lambda h, k: net.loop(planted.rms(4 * h), k), readout=lambda h, k: net.logits(h * mask.to(h)))
+    )
+    memory = next(one for one in result.variables if one.verdict == "memory")
+    assert memory.visibility < 1e-6 and memory.delayed_visibility > 0 and memory.activity not in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("hiding", range(9))
+def test_the_summary_agrees_with_the_variables_however_many_states_hide_scale(net, hiding):
+    """Scale is hidden where channel 0 is below a quantile of it: at some of eight states, a tie included."""
+    level = planted.Net(WIDTH).table[:, 0].quantile(hiding / 8).item()
+
+    def readout(h, k):
+        hides = (h[..., :1] < level).to(h)
+        return net.logits(hides * planted.rms(h) + (1 - hides) * h)
+
+    result = audit(looped(net, readout=readout), options=ls.AuditOptions(states=8, prefix=8, rollout=4))
+    blind = [one.name for one in result.variables if one.verdict == "blind"]
+    assert (result.verdict == "blind-spot") == bool(blind)
+    assert "()" not in result.summary and not result.summary.startswith("0 ")
+    assert all(name in result.summary for name in blind)

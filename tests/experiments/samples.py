@@ -153,7 +153,7 @@ def train_row(step: int, ce: list[float], norm: list[float], shares: list[float]
         "norm": norm,
         "radial_gradient_share": shares,
         "terms": {},
-        "tenfold_charge": 0.0 if max(shares) < 1e-3 else 1.0,
+        "tenfold_charge": 0.0 if max(shares, default=1.0) < 1e-3 else 1.0,
         "depth": len(ce),
         "gradient_norm": 1.0,
         "lr": 2e-3,

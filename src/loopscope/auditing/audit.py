@@ -150,8 +150,8 @@ def audit(
         except RuntimeError as error:  # torch's own, mostly of a tensor that kept its dtype; ours are not of this kind
             if dtype is None:
                 raise
-            run.notes[:] = [f"the model does not run in {dtype}, so it was audited in its own dtype ({error})"]
-            run.doubts, run.runnable = [], None
+            run = replace(run, notes=[], doubts=[], runnable=None)
+            run.notes.append(f"the model does not run in {dtype}, so it was audited in its own dtype ({error})")
             parts = _measure(run)
     subject = _subject(run, parts["states"], name, step)
     return _assemble(run, subject, parts, time.perf_counter() - started)
@@ -221,13 +221,10 @@ def _roll_out(run: _Run) -> list[LoopState]:
     _check_state(states[0].h_BTD, "embed(ids)", 0)
     if states[0].h_BTD.dtype == torch.bfloat16 and run.ids_BT.device.type == "cpu":
         check_bf16_products()  # a network that is not shown may compute in it too
-    shown = max(run.options.rollout, run.model.num_loops + 1)
     searched = max(carried_on(run.supervised)) + max(LATER_LOOPS, run.supervised[-1])
-    for k in range(1, max(shown, searched) + 1):
+    for k in range(1, max(run.options.rollout, run.model.num_loops + 1, searched) + 1):
         try:
             state = _next(run, states[-1], k)
-            if k > shown:
-                run.model.readout(state, k)
         except Exception as error:
             if k <= run.model.num_loops:
                 raise
@@ -239,7 +236,7 @@ def _roll_out(run: _Run) -> list[LoopState]:
             break
         _check_state(state.h_BTD, f"loop {k}", k)
         states.append(state)
-    return states[: shown + 1]
+    return states
 
 
 def _next(run: _Run, before: LoopState, k: int) -> LoopState:
@@ -293,17 +290,22 @@ def _is_causal(run: _Run) -> bool:
 
 
 def _loops(run: _Run, states: list[LoopState]) -> list[Loop]:
-    """All loops, up to one beyond the trained depth that cannot be read out; states end with them."""
+    """The loops that are reported, up to one beyond the trained depth that cannot be read out; states end with them."""
+    reported = states[: max(run.options.rollout, run.model.num_loops + 1) + 1]
     loops: list[Loop] = []
     for k in range(1, len(states)):
         try:
-            loops.append(_loop(run, states, k))
+            if k < len(reported):
+                loops.append(_loop(run, reported, k))
+            else:
+                with torch.no_grad():
+                    run.model.readout(states[k], k)
         except Exception as error:
             if k <= run.model.num_loops:
                 raise
             _stop(run, k, f"the readout at loop {k} fails with {type(error).__name__}: {error}")
-            del states[k:]
             break
+    del states[len(loops) + 1 :]
     return loops
 
 

@@ -116,9 +116,27 @@ class Hidden:
         """Directions that are shown, but little."""
         return int(((self.spectrum > HIDDEN) & (self.spectrum <= WEAK)).sum())
 
+    def largest_visibility(self, basis_DC: Tensor) -> float:
+        """The same of the direction in an orthonormal basis of which most is shown."""
+        return (
+            float(torch.linalg.eigvalsh(basis_DC.T @ self.gram_DD @ basis_DC)[-1].clamp(min=0).sqrt()) / self.reference
+        )
+
     def visibility(self, direction_D: Tensor) -> float:
         """‖J v‖ of a unit direction over the median singular value."""
         return float((direction_D @ self.gram_DD @ direction_D).clamp(min=0).sqrt()) / self.reference
+
+
+@dataclass(frozen=True)
+class Strength:
+    """The largest of what is shown, carried and read of a subspace."""
+
+    visibility: float
+    """Over the median singular value."""
+    delayed: float
+    """Effect on the logits of the next loops, over that of an average direction."""
+    activity: float
+    """Gain through the next loop."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +145,8 @@ class Fate:
 
     counts: dict[str, int]
     blind_DC: Tensor
-    gain: float
-    """Largest gain of the subspace through the next loop."""
-    delayed: float
-    """Largest effect on the logits of the next loops, over that of an average direction."""
+    strengths: dict[str, Strength] = field(default_factory=dict)
+    """Of the directions that are blind, besides the named ones, and of those that are memory, where there are such."""
 
 
 @dataclass(frozen=True)
@@ -225,9 +241,8 @@ class Search:
         findings = {}
         for k in self.audited:
             question = _Question(self, token, k, hidden, fields)
-            fate = question.fate(hidden[k].basis_DN)
-            h_D = token.h_D(k).double()
-            named = {name: question.field(_unit(of(h_D)), asked=ranges[name].is_free(k)) for name, of in fields.items()}
+            named = {name: question.field(index, asked=ranges[name].is_free(k)) for index, name in enumerate(fields)}
+            fate = question.fate([index for index, one in enumerate(named.values()) if one.fate == "blind"])
             findings[k] = StateFindings(hidden[k], fate, named, question.usual_gain > 0, question.disputed)
         return findings
 
@@ -357,43 +372,59 @@ def _spread(loops: list[int], most: int) -> list[int]:
 
 
 class _Question:
-    """One state at one loop: follows directions through the loops before and after it."""
+    """One state at one loop: follows directions through the loops before and after it, all of them at once."""
 
-    def __init__(
-        self, search: Search, token: TokenMaps, k: int, hidden: dict[int, Hidden], fields: Fields | None = None
-    ) -> None:
+    def __init__(self, search: Search, token: TokenMaps, k: int, hidden: dict[int, Hidden], fields: Fields) -> None:
         self.search, self.token, self.k, self.hidden = search, token, k, hidden
         self.h_D = token.h_D(k)
         self.disputed: tuple[str, ...] = ()
         self._corrections: tuple[Tensor, list[Tensor]] | None = None
-        self._compare_with_changes(fields or {})
+        self.units_MD = unit_fields(fields, self.h_D)
+        self._compare_with_changes(fields)
         probes_RD = torch.randn(PROBES, len(self.h_D), generator=search.generator, dtype=torch.float64)
         probes_RD = probes_RD.to(self.h_D.device) / probes_RD.norm(dim=-1, keepdim=True).to(self.h_D.device)
-        carried, effects = self._follow(probes_RD)
+        rows_RD = torch.cat([probes_RD, self.units_MD, hidden[k].basis_DN.T])
+        self._images = self._follow(rows_RD)
+        carried, effects = self._followed(0, PROBES)
         self.usual_gain = float(carried[0].norm(dim=-1).median())
         self.usual_effect = float(torch.cat(effects, dim=-1).norm(dim=-1).median())
         self.read_floor = READ if self.h_D.dtype == torch.float64 else READ_SINGLE
         self._range: Tensor | None = None
         self._outside_removed_DC: Tensor | None = None
 
-    def field(self, unit_D: Tensor, *, asked: bool) -> FieldFinding:
+    def _followed(self, start: int, stop: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Some rows of what was followed: probes, named fields, hidden directions."""
+        carried, effects = self._images
+        return [image[start:stop] for image in carried], [image[start:stop] for image in effects]
+
+    def field(self, index: int, *, asked: bool) -> FieldFinding:
         """One named direction. Whether a later exit shows it is not asked: its free range has moved it there, too."""
+        unit_D = self.units_MD[index]
         visibility = self.hidden[self.k].visibility(unit_D)
-        carried, effects = self._follow(unit_D[None])
+        carried, effects = self._followed(PROBES + index, PROBES + index + 1)
         fate = "unasked"
         if asked:
-            counts, _ = self._sort(unit_D[:, None], carried, effects, but=("shown_later",))
+            counts, *_ = self._sort(unit_D[:, None], carried, effects, but=("shown_later",))
             fate = next(name for name in CLASSES if counts[name])
         gain, delayed = self._strengths(carried, effects)
         return FieldFinding(_PUBLIC.get(fate, fate), visibility, delayed, gain)
 
-    def fate(self, basis_DC: Tensor) -> Fate:
-        """What becomes of a subspace."""
+    def fate(self, named: Sequence[int]) -> Fate:
+        """What becomes of the hidden directions; named fields that are blind are measured by themselves."""
+        basis_DC = self.hidden[self.k].basis_DN
         if basis_DC.shape[1] == 0:
-            return Fate(dict.fromkeys(CLASSES, 0), basis_DC, 0.0, 0.0)
-        carried, effects = self._follow(basis_DC.T)
-        counts, blind = self._sort(basis_DC, carried, effects)
-        return Fate(counts, basis_DC @ blind, *self._strengths(carried, effects))
+            return Fate(dict.fromkeys(CLASSES, 0), basis_DC)
+        carried, effects = self._followed(PROBES + len(self.units_MD))
+        counts, blind, memory = self._sort(basis_DC, carried, effects)
+        strengths = {}
+        others = blind @ _complement((self.units_MD[list(named)] @ basis_DC @ blind).T)
+        for name, coordinates in (("blind", others if others.shape[1] else blind), ("memory", memory)):
+            if coordinates.shape[1]:
+                rows = ([coordinates.T @ image for image in images] for images in (carried, effects))
+                gain, delayed = self._strengths(*rows)
+                visibility = self.hidden[self.k].largest_visibility(basis_DC @ coordinates)
+                strengths[name] = Strength(visibility, delayed, gain)
+        return Fate(counts, basis_DC @ blind, strengths)
 
     def _strengths(self, carried: list[Tensor], effects: list[Tensor]) -> tuple[float, float]:
         """Largest gain through the next loop, and effect on later logits over an average direction's."""
@@ -403,20 +434,23 @@ class _Question:
 
     def _sort(
         self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor], but: Sequence[str] = ()
-    ) -> tuple[dict[str, int], Tensor]:
-        """Directions by class, each question taking some away, and coordinates of those that are left: the blind."""
+    ) -> tuple[dict[str, int], Tensor, Tensor]:
+        """Directions by class, each question taking some away; coordinates of those left, the blind, and of memory."""
         counts = dict.fromkeys(CLASSES, 0)
+        memory = torch.zeros(basis_DC.shape[1], 0, dtype=torch.float64, device=basis_DC.device)
         rest = torch.eye(basis_DC.shape[1], dtype=torch.float64, device=basis_DC.device)
         for name, question in self._questions(basis_DC, carried, effects):
             if name in but:
                 continue
             kept = question(rest)
             counts[name] = rest.shape[1] - kept.shape[1]
+            if name == "memory":
+                memory = rest @ _complement(rest.T @ kept)
             rest = kept
             if rest.shape[1] == 0:
                 break
         counts["blind"] = rest.shape[1]
-        return counts, rest
+        return counts, rest, memory
 
     def _questions(
         self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor]
@@ -455,9 +489,7 @@ class _Question:
 
     def _compare_with_changes(self, fields: Fields) -> None:
         """Where the next loop's derivative along a named field is not what a change does, the change is followed."""
-        if not fields:
-            return
-        units_MD = unit_fields(fields, self.h_D)
+        units_MD = self.units_MD
         (along_MD,) = push(lambda h_RD: [self.token.loops(h_RD, self.k, 1)[0]], self.h_D, units_MD)
         moved_MD, believed_M = changes(lambda h_RD: self.token.loops(h_RD, self.k, 1)[0], self.h_D, units_MD)
         disputed_M = believed_M & disagree(moved_MD, along_MD.double(), floor=CARRIED)
@@ -502,7 +534,7 @@ class _Question:
             basis_DN = self.hidden[self.k].basis_DN
             removed_DC = basis_DN[:, :0]
             if basis_DN.shape[1]:
-                carried, _ = self._follow(basis_DN.T)
+                carried, _ = self._followed(PROBES + len(self.units_MD))
                 _, gains, right = torch.linalg.svd(carried[0].T, full_matrices=False)
                 removed_DC = basis_DN @ right.T[:, gains <= CARRIED * self.usual_gain]
             left, sizes, _ = torch.linalg.svd(self._outside_range(removed_DC), full_matrices=False)
@@ -605,8 +637,10 @@ def _orthonormal(columns_DC: Tensor) -> Tensor:
     return torch.linalg.qr(columns_DC)[0] if columns_DC.shape[1] else columns_DC
 
 
-def _unit(vector_D: Tensor) -> Tensor:
-    return vector_D / vector_D.norm()
+def _complement(columns_NC: Tensor) -> Tensor:
+    """Orthonormal basis of what is orthogonal to all columns."""
+    left_NN, sizes, _ = torch.linalg.svd(columns_NC, full_matrices=True)
+    return left_NN[:, int((sizes > REACH).sum()) :]
 
 
 def median_dimension(dimensions: Sequence[int]) -> tuple[int, float]:

@@ -139,15 +139,35 @@ def variables(findings: Findings, found: BlindDirections, ranges: Mapping[str, F
     """Scale and mean (and users' fields) first, then what the search found besides them."""
     names = list(next(iter(findings[0].values())).fields)
     known = [_field_variable(name, findings, ranges[name]) for name in names]
-    extra = [named["name"] for named in found.named if named["name"] not in names]
-    others = [_discovered(str(name), found) for name in extra]
-    if found.unnamed:
-        others.append(_discovered(f"unnamed ({found.unnamed} dimensions)", found))
-    memory = max(row["memory"] for row in found.loops)
-    if memory:
-        evidence = f"{memory} hidden directions are carried and read later, but the loop bounds the state as a whole"
-        others.append(Variable(f"hidden memory ({memory} dimensions)", "memory", 0.0, 0.0, 1.0, evidence, None, None))
-    return known + others
+    blind = [one.name for one in known if one.verdict == "blind"]
+    extra = [str(named["name"]) for named in found.named if named["name"] not in blind]
+    # A blind direction may lie close to a named one that is not blind itself: it is another one.
+    others = [_discovered(f"a direction near {name}" if name in names else name, findings, found) for name in extra]
+    if found.unnamed or (found.dimension and not blind and not extra):
+        others.append(_discovered(f"unnamed ({found.unnamed or found.dimension} dimensions)", findings, found))
+    return known + others + _memory(findings, found)
+
+
+def _memory(findings: Findings, found: BlindDirections) -> list[Variable]:
+    """What is carried in sight of no exit, and bounded."""
+    k, count = max(((row["k"], row["memory"]) for row in found.loops), key=lambda row: row[1])
+    if not count:
+        return []
+    numbers = _strength("memory", k, findings)
+    evidence = (
+        f"loop {k}: {count} hidden directions ({numbers[0]:.0e}) are carried (gain {numbers[2]:.2g}) and read later "
+    )
+    evidence += f"({numbers[1]:.1g}), but the loop bounds the state as a whole"
+    return [Variable(f"hidden memory ({count} dimensions)", "memory", *numbers, evidence, None, None)]
+
+
+def _strength(name: str, k: int, findings: Findings) -> tuple[float, float, float]:
+    """Visibility, delayed visibility and activity of what is `name` at a loop: medians over the states that have it."""
+    at = [one[k].fate.strengths[name] for one in findings if name in one[k].fate.strengths]
+    visibility, delayed, activity = (
+        statistics.median(getattr(one, number) for one in at) for number in ("visibility", "delayed", "activity")
+    )
+    return visibility, delayed, activity
 
 
 def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variable:
@@ -198,10 +218,14 @@ EVIDENCE = {
 }
 
 
-def _discovered(name: str, found: BlindDirections) -> Variable:
+def _discovered(name: str, findings: Findings, found: BlindDirections) -> Variable:
+    """What the search found besides named fields; its numbers are the largest of all such directions of a state."""
     remedy, flag = OTHER_REMEDY
-    evidence = f"hidden, carried, written and read: found by the search at {found.agreement:.0%} of the states"
-    return Variable(name, "blind", 0.0, 0.0, 1.0, evidence, remedy, flag)
+    k = max(found.loops, key=lambda row: row["blind"])["k"]
+    numbers = _strength("blind", k, findings)
+    evidence = EVIDENCE["blind"].format(k=k, visibility=numbers[0], delayed=numbers[1], activity=numbers[2])
+    evidence += f"; found by the search at {found.agreement:.0%} of the states"
+    return Variable(name, "blind", *numbers, evidence, remedy, flag)
 
 
 def summary(verdict: str, found: BlindDirections, known: list[Variable]) -> str:
@@ -209,6 +233,8 @@ def summary(verdict: str, found: BlindDirections, known: list[Variable]) -> str:
     if verdict == "controlled":
         scale = next(one for one in known if one.name == "scale")
         return f"No blind spot: every direction that the loop carries is shown to a loss; scale is {scale.verdict}."
-    blind = ", ".join(one.name for one in known if one.verdict == "blind")
+    names = ", ".join(one.name for one in known if one.verdict == "blind")
+    if found.dimension == 0:  # at fewer than half of the states, or at just so many
+        return f"Blind at part of the states ({names}): the loop carries on what no loss sees there."
     plural, them = ("s", "them") if found.dimension > 1 else ("", "it")
-    return f"{found.dimension} blind direction{plural} ({blind}): the loop carries {them} on and no loss sees {them}."
+    return f"{found.dimension} blind direction{plural} ({names}): the loop carries {them} on and no loss sees {them}."
