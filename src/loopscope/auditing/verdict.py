@@ -223,8 +223,11 @@ def _discovered(name: str, findings: Findings, found: BlindDirections) -> Variab
     remedy, flag = OTHER_REMEDY
     k = max(found.loops, key=lambda row: row["blind"])["k"]
     numbers = _strength("blind", k, findings)
-    evidence = EVIDENCE["blind"].format(k=k, visibility=numbers[0], delayed=numbers[1], activity=numbers[2])
-    evidence += f"; found by the search at {found.agreement:.0%} of the states"
+    evidence = (
+        f"loop {k}: ten lengths of the state along it go unnoticed; the next loop carries it on with gain "
+        f"{numbers[2]:.2g}, and later exits depend on it ({numbers[1]:.1g}); found by the search at "
+        f"{found.agreement:.0%} of the states"
+    )
     return Variable(name, "blind", *numbers, evidence, remedy, flag)
 
 
@@ -234,7 +237,7 @@ def summary(verdict: str, found: BlindDirections, known: list[Variable]) -> str:
         scale = next(one for one in known if one.name == "scale")
         return f"No blind spot: every direction that the loop carries is shown to a loss; scale is {scale.verdict}."
     names = ", ".join(one.name for one in known if one.verdict == "blind")
-    if found.dimension == 0:  # at fewer than half of the states, or at just so many
-        return f"Blind at part of the states ({names}): the loop carries on what no loss sees there."
+    if found.dimension == 0:  # a field that is free for some tokens, or tenfold along a curve that no tangent follows
+        return f"Blind ({names}): the loop carries on what the objective lets run tenfold or more."
     plural, them = ("s", "them") if found.dimension > 1 else ("", "it")
     return f"{found.dimension} blind direction{plural} ({names}): the loop carries {them} on and no loss sees {them}."
