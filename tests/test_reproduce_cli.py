@@ -71,7 +71,7 @@ def test_a_small_grid_is_run_judged_and_not_run_again(texts, tmp_path, capsys):
 
 
 def test_ctrl_c_saves_says_how_to_resume_and_the_same_command_does(texts, tmp_path):
-    arguments = command(texts, tmp_path / "out", "--conditions", "per-loop+raw", "--seeds", "1", "--steps", "120")
+    arguments = command(texts, tmp_path / "out", "--conditions", "per-loop+raw", "--seeds", "1", "--steps", "60")
     process = start(arguments)
     metrics = tmp_path / "out" / "rows" / "per-loop+raw-s42" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and "\n" in metrics.read_text(), "it trains")
