@@ -121,6 +121,8 @@ class Objections:
         """A state below scale 1 at scale 1, where its logits keep their direction: there a norm's eps leaks."""
         h_BTD = state.h_BTD
         scale_BT1 = _scale(h_BTD)
+        if bool((scale_BT1 >= 1).all()):  # as in every step of a training but the first: two readouts saved
+            return state
         grown = state.with_h(h_BTD / scale_BT1.clamp(max=1))
         here_BTV, there_BTV = self._centred(state, k), self._centred(grown, k)
         same_BT1 = torch.nn.functional.cosine_similarity(here_BTV, there_BTV, dim=-1)[..., None] >= SAME_LOGITS
