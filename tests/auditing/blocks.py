@@ -8,6 +8,7 @@ Shape legend: B batch, T tokens, D width, H heads, C head width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -23,14 +24,21 @@ def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
+@functools.cache
+def rotations(num_tokens: int, head_width: int) -> Tensor:
+    """R_TCC of rotary positions: channels c and c + C/2 turn by t·10000^(−2c/C).
+
+    One product with these is several times quicker under forward-mode derivatives than sums of halves.
+    """
+    half = head_width // 2
+    angles = torch.arange(num_tokens)[:, None].double() * 1e4 ** (-torch.arange(half) / half)
+    cos, sin = torch.diag_embed(angles.cos()), torch.diag_embed(angles.sin())
+    return torch.cat([torch.cat([cos, sin], -1), torch.cat([-sin, cos], -1)], -2)
+
+
 def rotated(x_BHTC: Tensor) -> Tensor:
-    """Rotary positions: pairs of channels turn by t·10000^(−2c/C)."""
-    half = x_BHTC.shape[-1] // 2
-    frequencies = 1e4 ** (-torch.arange(half, device=x_BHTC.device) / half)
-    angles_TC = torch.arange(x_BHTC.shape[-2], device=x_BHTC.device)[:, None] * frequencies
-    cos, sin = angles_TC.cos().to(x_BHTC), angles_TC.sin().to(x_BHTC)
-    left, right = x_BHTC.chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    """x_t R_t: rotary positions."""
+    return (x_BHTC[..., None, :] @ rotations(*x_BHTC.shape[-2:]).to(x_BHTC)).squeeze(-2)
 
 
 class Attention(nn.Module):
