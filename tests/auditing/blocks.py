@@ -104,6 +104,6 @@ class Sandwich(PreNorm):
 
 
 def initialise(module: nn.Module, fill: Callable[[Tensor], object], fill_out: Callable[[Tensor], object]) -> None:
-    """Fill every matrix of a module with one initialisation, and those that write to the residual stream with another."""
+    """Fill the matrices of a module; those that write to the residual stream have an initialisation of their own."""
     for name, weight in module.named_parameters():
         (fill_out if name.endswith("out.weight") else fill)(weight)

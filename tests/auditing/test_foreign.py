@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import loopscope as ls
 from loopscope.config import ObjectiveConfig
 
-WIDTH, VOCAB, LOOPS = 16, 64, 3
+WIDTH, VOCAB, LOOPS = 16, 64, 2
 OPTIONS = ls.AuditOptions(states=3, prefix=8, tokens=64, rollout=5)
 TERMINAL = "terminal"
 
@@ -163,10 +163,10 @@ class LoopedNanochat(nn.Module):
         e = prelude(norm wte)     s ← norm(core(W[e; s])), s_0 = e     logits = 15·tanh(head·norm(coda(s))/15)
 
     Outputs of attention and MLP start at 0, the others uniform with std 1/√d, wte at N(0, 1), the head at N(0, 0.001²),
-    W = [I | 0]. Its exit gate starts at 0: λ = ½, so exits weigh ½, ¼, and the last the rest.
+    W = [I | 0]. Its exit gate starts at 0: λ = ½, so the first of two exits weighs ½, the last the rest.
     """
 
-    exits = ObjectiveConfig(placement="weighted", loop_weights=(0.5, 0.25, 0.25))
+    exits = ObjectiveConfig(placement="weighted", loop_weights=(0.5, 0.5))
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,9 @@ class Parcae(nn.Module):
         layer = partial(PreNorm, WIDTH, "relu2", partial(rms, eps=1e-5), qk_norm=True)
         self.prelude, self.core, self.coda = layer(), layer(), layer()
         self.wte, self.C = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        initialise(self, lambda weight: nn.init.orthogonal_(weight, self.std * math.sqrt(max(weight.shape))), nn.init.zeros_)
+        initialise(
+            self, lambda weight: nn.init.orthogonal_(weight, self.std * math.sqrt(max(weight.shape))), nn.init.zeros_
+        )
         self.adapter = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         truncated_normal(self.adapter.weight.data, self.std)
         delta = -math.log(math.sqrt(1 / 5))
@@ -360,7 +362,7 @@ def test_parcae_with_added_injection_is_blind_to_scale_and_to_nothing_else(super
 class HrmText(nn.Module):
     """HRM-Text: a low-level state z_L runs three cycles for one of the high-level state z_H, which is read out.
 
-        z_H = e/0.02, z_L = 0     three times z_L ← norm(L(z_L + z_H))     z_H ← norm(H(z_H + z_L))     logits = head·z_H
+        z_H = e/0.02, z_L = 0    three times z_L ← norm(L(z_L + z_H))    z_H ← norm(H(z_H + z_L))    logits = head·z_H
 
     L and H are stacks of pre-norm layers with gated attention; all matrices N(0, 0.02²). Only the last cycle is
     supervised.
