@@ -292,24 +292,28 @@ class Parcae(nn.Module):
 
     h_0 and W are truncated normal with std √(2/5d), the other matrices orthogonal of that std, outputs 0 (so that an
     untrained core is the identity); A_log = 0, b such that exp(−Δ) = √(1/5), B = I. Its value embeddings are left out:
-    they add a function of the ids. Cross-entropy after the last loop, whose number is sampled.
+    they add a function of the ids. Cross-entropy after the last loop, whose number is sampled. Its other strategy of
+    initialisation has outputs of std √(2/5d)/√(2·layers), unrolled layers.
     """
 
     std = math.sqrt(2 / (5 * WIDTH))
+    unrolled_layers = 1 + 8 + 1
 
-    def __init__(self) -> None:
+    def __init__(self, *, outputs: float = 0.0) -> None:
         super().__init__()
         layer = partial(PreNorm, WIDTH, "relu2", partial(rms, eps=1e-5), qk_norm=True)
         self.prelude, self.core, self.coda = layer(), layer(), layer()
         self.wte, self.C = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        initialise(
-            self, lambda weight: nn.init.orthogonal_(weight, self.std * math.sqrt(max(weight.shape))), nn.init.zeros_
-        )
+        initialise(self, self.orthogonal, nn.init.zeros_ if not outputs else partial(truncated_normal, std=outputs))
         self.adapter = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         truncated_normal(self.adapter.weight.data, self.std)
         delta = -math.log(math.sqrt(1 / 5))
         self.A_log, self.B = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.eye(WIDTH))
         self.dt_bias = nn.Parameter(torch.full((WIDTH,), math.log(math.expm1(delta))))
+
+    @classmethod
+    def orthogonal(cls, weight: Tensor) -> Tensor:
+        return nn.init.orthogonal_(weight, cls.std * math.sqrt(max(weight.shape)))
 
     def injected(self, injection: str, h: Tensor, e: Tensor) -> Tensor:
         if injection == "add":
@@ -354,6 +358,21 @@ def test_parcae_with_added_injection_is_blind_to_scale_and_to_nothing_else(super
     result = audit(Parcae().adapted("add"), supervised)
     check(result, Expected("blind-spot", blind=1, scale="blind"))
     assert result.blind_directions.unnamed == 0, "what is found is the scale"
+
+
+@pytest.mark.parametrize("supervised", [TERMINAL, "every-loop"])
+def test_a_coda_that_writes_leaves_one_blind_direction_which_is_counted_once(supervised):
+    """Outputs of 0.035 instead of 0: the coda c turns h a little before the last norm hides the length of c(C·h).
+
+    c is invertible, so N = D(c∘C)⁻¹·span(c) is one direction still, near h but not h. It is free without limit: along
+    c(C·h) = λ·x the logits stay the same and h grows like λ. Carried, writable and read as before: blind 1. The scale
+    turns the features by about a tenth, near what is noticed; whether it is the name of that direction or the direction
+    has none, there is one.
+    """
+    outputs = Parcae.std / math.sqrt(2 * Parcae.unrolled_layers)
+    result = audit(Parcae(outputs=outputs).adapted("add"), supervised)
+    assert (result.verdict, result.blind_directions.dimension) == ("blind-spot", 1)
+    assert result.blind_directions.unnamed + (result.variable("scale").verdict == "blind") == 1, result.summary
 
 
 # --- two states ------------------------------------------------------------------------------------------------------
