@@ -61,9 +61,9 @@ DESIGNS = {
 designs = pytest.mark.parametrize("design", DESIGNS.values(), ids=DESIGNS)
 
 
-def conjugated(design: Design, into: Change, back: Change):
+def conjugated(design: Design, into: Change, back: Change, strength: float = 0.03):
     """The same model with the state Φh: F'(x) = Φ(F(Φ⁻¹x)), R'(x) = R(Φ⁻¹x)."""
-    net = planted.Net(WIDTH)
+    net = planted.Net(WIDTH, strength=strength)
     return ls.adapt(
         embed=lambda ids_BT: into(net.embed(ids_BT)),
         loop=lambda x, k: into(design.closes(net.loop(design.opens(back(x)), k))),
@@ -118,15 +118,15 @@ def test_a_state_that_has_run_away_under_a_penalty_is_judged_like_one_that_has_n
 # --- one tensor as two -----------------------------------------------------------------------------------------------
 
 
-def split(design: Design, first: int):
-    """The first channels are h, the others travel in carried["rest"]."""
+def split(design: Design, first: int, unit: float = 1.0):
+    """The first channels are h, the others travel in carried["rest"], perhaps in another unit."""
     net = planted.Net(WIDTH)
 
     def parts(x: Tensor) -> ls.LoopState:
-        return ls.LoopState(x[..., :first], {"rest": x[..., first:]})
+        return ls.LoopState(x[..., :first], {"rest": unit * x[..., first:]})
 
     def whole(state: ls.LoopState) -> Tensor:
-        return torch.cat([state.h_BTD, state.carried["rest"]], -1)
+        return torch.cat([state.h_BTD, state.carried["rest"] / unit], -1)
 
     return ls.adapt(
         embed=lambda ids_BT: parts(net.embed(ids_BT)),
@@ -145,11 +145,11 @@ def test_a_state_in_two_tensors_has_as_many_blind_directions_as_in_one(design):
     assert any("rest" in one.name for one in result.variables), "every tensor gets a verdict"
 
 
-@pytest.mark.parametrize("first", [4, 12])
-def test_the_two_tensors_need_not_be_equally_wide(first):
-    """Three unread channels and the scale of what is read before a norm, 4: most of it in one tensor or the other."""
+@pytest.mark.parametrize(("first", "unit"), [(4, 1.0), (12, 1.0), (8, 1000.0), (8, 0.001)])
+def test_the_two_tensors_need_not_be_equally_wide_nor_of_one_scale(first, unit):
+    """Three unread channels, all in the second tensor, and the scale of what is read before a norm, in both: 4."""
     design = DESIGNS["unread channels before a norm"]
-    assert judged(design.audited(split(design, first))) == design.alarm()
+    assert judged(design.audited(split(design, first, unit))) == design.alarm()
 
 
 # --- equivalent parametrisations -------------------------------------------------------------------------------------
@@ -175,6 +175,16 @@ def test_a_rotated_state_has_as_many_blind_directions(design):
     result = design.audited(conjugated(design, lambda h: h @ Q.to(h), lambda x: x @ Q.T.to(x)))
     assert judged(result) == design.alarm()
     assert result.variable("scale").verdict == design.scale
+
+
+@pytest.mark.parametrize("strength", [0.03, 0.3])
+@pytest.mark.parametrize("name", ["rms exits", "unread channels before a norm"])
+def test_channels_may_have_units_of_their_own(name, strength):
+    """Φh = (h_1, 20·h_2) by halves: N and DF change with it, and in units of each channel's rms not at all."""
+    design = DESIGNS[name]
+    unit = torch.tensor([1.0] * (WIDTH // 2) + [20.0] * (WIDTH // 2))
+    result = design.audited(conjugated(design, lambda h: h * unit.to(h), lambda x: x / unit.to(x), strength))
+    assert judged(result) == design.alarm()
 
 
 def test_a_massive_channel_may_lie_across_all_axes():
