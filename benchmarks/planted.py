@@ -22,7 +22,7 @@ import tyro
 from torch import Tensor
 
 import loopscope as ls
-from cases import channels, exits, machines, norms, penalties, plain
+from cases import channels, codas, exits, machines, norms, penalties, plain, tensors, tokens
 from cases.nets import Kind, Net, Planted, centred, plant, rms
 
 __all__ = ["CASES", "CONTROLS", "FAULTS", "Case", "Kind", "Net", "Planted", "Row", "centred", "examine", "plant", "rms"]
@@ -33,7 +33,7 @@ HEAD_TOLERANCE = 1e-3
 HEAD_NOTHING = 1e-9
 """Below this share of the largest they are left out of that median."""
 
-CLASSES = (plain, channels, norms, penalties, exits, machines)
+CLASSES = (plain, channels, norms, penalties, tensors, tokens, exits, codas, machines)
 KINDS = tuple(kind for module in CLASSES for kind in module.KINDS)
 FAULTS = tuple(kind for kind in KINDS if not kind.control)
 CONTROLS = tuple(kind for kind in KINDS if kind.control)

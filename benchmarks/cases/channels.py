@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cases.nets import Kind, Net, Planted, blank, centred, plant, plant_injected, rms
+from cases.nets import Kind, Net, Planted, blank, centred, control, plant, plant_injected, rms
 
 
 def unread_before_the_norm(width: int, channels: int) -> Planted:
@@ -150,6 +150,36 @@ def damped_unread_channels(width: int, channels: int) -> Planted:
     return plant_injected(net, lambda h: 0.5 * h, lambda h: net.logits(blank(h, channels)))
 
 
+def head_of_vocabulary(width: int, vocab_size: int) -> Planted:
+    """A raw readout of V ≤ d tokens shows V − 1 directions, for V = 2 a single one: blind d − V + 1. V > d + 1: none.
+
+    Blocks of strength 0.3 read every direction; an MLP UᵀφU turns none of them round, so that none is damped. Logits are
+    lifted to rms 1, so the scale is visible; the mean may lie near N or not: not derived.
+    """
+    net = Net(width, vocab_size=vocab_size, strength=0.3, mirrored=True)
+    return plant(net, lambda h, k: net.logits(h))
+
+
+def leaking_channels(width: int, channels: int, leak: float) -> Planted:
+    """Raw, but c channels are multiplied by ℓ before the head, at most all but one: ten lengths answer 10.4·ℓ·g.
+
+    g = 1/rms z = 1.04⁻¹·√(d/(d − c)) where ℓ is small: at most √d for c = d − 1. The limit is 0.14/√w = 0.2 to 0.24.
+    ℓ = 1e-4: 1e-3 to 6e-3, hidden whatever the share of channels. Blind c. ℓ = 2e-3, c = 3: 0.02, hidden. Blind c.
+    ℓ = 0.1: 1.0 for c = 1, 5 for c = 31 of 32; ℓ = 0.05, c = 3: 0.5: noticed. Blind 0.
+    """
+    net = Net(width)
+    gains_D = torch.ones(width)
+    gains_D[-channels:] = leak
+    net.register_buffer("lost_DR", gains_D)
+    return plant(net, lambda h, k: net.logits(h * net.lost_DR))
+
+
+def small_head(width: int, size: float) -> Planted:
+    """*All* channels multiplied by 1e-4 are an ordinary readout with a small head: g = 1e4 lifts its logits. Blind 0."""
+    net = Net(width, head_std=size)
+    return plant(net, lambda h, k: net.logits(h))
+
+
 KINDS = (
     Kind("1 unread before norm", partial(unread_before_the_norm, channels=1), (16, 64), 2),
     Kind("3 unread before norm", partial(unread_before_the_norm, channels=3), (32,), 4),
@@ -190,4 +220,34 @@ KINDS = (
     Kind("damped unread channels", partial(damped_unread_channels, channels=3), (32,), 0, scale="visible"),
     Kind("leaky unread", partial(leaky_unread_channels, channels=3, strength=0.03), (32,), 0, scale="visible"),
     Kind("leaky unread, strong", partial(leaky_unread_channels, channels=3, strength=0.6), (32,), 0, scale="visible"),
+    *(
+        Kind(
+            f"vocabulary of {size}",
+            partial(head_of_vocabulary, vocab_size=size),
+            (16,),
+            17 - size,
+            scale="visible",
+            mean=None,
+        )
+        for size in (2, 3, 5, 8, 16)
+    ),
+    Kind("vocabulary of 2, wide", partial(head_of_vocabulary, vocab_size=2), (64,), 63, scale="visible", mean=None),
+    control("vocabulary of 24", partial(head_of_vocabulary, vocab_size=24), (16,)),
+    *(
+        Kind(
+            f"{count} channels leak 1e-4",
+            partial(leaking_channels, channels=count, leak=1e-4),
+            (32,),
+            count,
+            scale="visible",
+        )
+        for count in (1, 15, 16, 17, 31)
+    ),
+    Kind("64 channels leak 1e-4", partial(leaking_channels, channels=64, leak=1e-4), (128,), 64, scale="visible"),
+    Kind("3 channels leak 2e-3", partial(leaking_channels, channels=3, leak=2e-3), (32,), 3, scale="visible"),
+    control("3 channels leak 0.05", partial(leaking_channels, channels=3, leak=0.05), (32,)),
+    control("1 channel leaks 0.1", partial(leaking_channels, channels=1, leak=0.1), (32,)),
+    control("16 channels leak 0.1", partial(leaking_channels, channels=16, leak=0.1), (32,)),
+    control("31 channels leak 0.1", partial(leaking_channels, channels=31, leak=0.1), (32,)),
+    control("head of 1e-4", partial(small_head, size=1e-4), (32,)),
 )

@@ -52,11 +52,12 @@ class Net(nn.Module):
         head_std: float = 1.0,
         tied: bool = False,
         mirrored: bool = False,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         vocab_size = vocab_size or 4 * width
         self.norm, self.strength, self.num_heads = norm, strength * scale, 4
-        self.random = torch.Generator().manual_seed(width)
+        self.random = torch.Generator().manual_seed(width + seed)
         self.table = self.normal(vocab_size, width, std=scale)
         self.positions = self.normal(TOKENS, width, std=0.3 * scale)
         self.qkv = self.normal(3 * width, width, std=width**-0.5)

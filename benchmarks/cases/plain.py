@@ -19,9 +19,22 @@ def rmsnorm_readout(width: int, scale: float = 1.0, strength: float = 0.03) -> P
     return plant(net, lambda h, k: net.logits(net.norm(h)))
 
 
-def grouped_rmsnorm_readout(width: int, groups: int) -> Planted:
-    """RMSNorm within each of g groups of channels: N holds the scale of every group. Blind g, whole scale included."""
-    net = Net(width)
+def tiny_state_with_eps(width: int) -> Planted:
+    """RMSNorm with eps = 1e-6 at s = 1e-3: half of the scale leaks through eps. The state grows, and the leak ends.
+
+    Judged at scale 1, where the logits have the same direction: N = span(h). Blind 1.
+    """
+    net = Net(width, scale=1e-3, norm=partial(rms, eps=1e-12))
+    return plant(net, lambda h, k: net.logits(rms(h)))
+
+
+def grouped_rmsnorm_readout(width: int, groups: int, scale: float = 1.0) -> Planted:
+    """RMSNorm within each of g groups of channels: N holds the scale of every group. Blind g, whole scale included.
+
+    At s = 1e-3 the norm's eps of 1e-6 leaks half of it; judged at scale 1, where the logits are nearly the same (the
+    groups' own eps weigh them by √(x/(x + 1)), x = s²/eps, between 0.6 and 0.8), it is the same. Blind g.
+    """
+    net = Net(width, scale=scale, norm=partial(rms, eps=1e-6 * scale**2))
     return plant(net, lambda h, k: net.logits(rms(h.unflatten(-1, (groups, -1))).flatten(-2)))
 
 
@@ -159,6 +172,8 @@ KINDS = (
     Kind("rmsnorm huge state", partial(rmsnorm_readout, scale=1e4), (32,), 1),
     Kind("rmsnorm strong blocks", partial(rmsnorm_readout, strength=0.3), (32,), 1),
     Kind("rmsnorm in 4 groups", partial(grouped_rmsnorm_readout, groups=4), (32, 128), 4),
+    Kind("rmsnorm in 4 groups, tiny", partial(grouped_rmsnorm_readout, groups=4, scale=1e-3), (32,), 4),
+    Kind("rmsnorm tiny state, eps", tiny_state_with_eps, (32,), 1),
     Kind("rmsnorm massive channel", partial(massive_channel, size=300.0), (32,), 1),
     Kind("rmsnorm trained", rmsnorm_readout_trained, (32,), 1),
     Kind("rmsnorm terminal", terminal_rmsnorm_readout, (32,), 1),

@@ -57,7 +57,7 @@ def row(case, **changes):
         ({}, 0, "1/1 dimensions right, 1/1 verdicts right, 0 false alarms"),
         ({"found": 1}, 1, "WRONG DIMENSION"),
         ({"verdict": "blind-spot"}, 1, "1 false alarms"),
-        ({"scale": "blind"}, 1, "WRONG VERDICT: scale visible"),
+        ({"scale": "blind"}, 1, "WRONG VERDICT: controlled, scale visible"),
         ({"mean": "inert"}, 1, "WRONG VERDICT"),
     ],
 )
