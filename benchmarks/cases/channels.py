@@ -153,8 +153,8 @@ def damped_unread_channels(width: int, channels: int) -> Planted:
 def head_of_vocabulary(width: int, vocab_size: int) -> Planted:
     """A raw readout of V ≤ d tokens shows V − 1 directions, for V = 2 a single one: blind d − V + 1. V > d + 1: none.
 
-    Blocks of strength 0.3 read every direction; an MLP UᵀφU turns none of them round, so that none is damped. Logits are
-    lifted to rms 1, so the scale is visible; the mean may lie near N or not: not derived.
+    Blocks of strength 0.3 read every direction; an MLP UᵀφU turns none of them round, so that none is damped. Logits
+    are lifted to rms 1, so the scale is visible; the mean may lie near N or not: not derived.
     """
     net = Net(width, vocab_size=vocab_size, strength=0.3, mirrored=True)
     return plant(net, lambda h, k: net.logits(h))
@@ -175,7 +175,7 @@ def leaking_channels(width: int, channels: int, leak: float) -> Planted:
 
 
 def small_head(width: int, size: float) -> Planted:
-    """*All* channels multiplied by 1e-4 are an ordinary readout with a small head: g = 1e4 lifts its logits. Blind 0."""
+    """*All* channels multiplied by 1e-4 are a raw readout with a small head: g = 1e4 lifts its logits. Blind 0."""
     net = Net(width, head_std=size)
     return plant(net, lambda h, k: net.logits(h))
 

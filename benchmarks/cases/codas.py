@@ -38,9 +38,10 @@ def coda_before_a_norm(
 ) -> Planted:
     """Features last(P·C(h)), C(h) = h + γ·B(rms h) invertible: N is DC⁻¹ of what the last norm hides of P·C(h).
 
-    RMSNorm 1, LayerNorm 2, RMSNorm of Ph with c channels unread c + 1: as without a coda. With γ = 0.01 these are span(h),
-    span(1, h) and M ⊕ span(h) up to 1 %: the scale's free range has no end, since α → ∞ turns C(αh)/α by γ·B only, noticed
-    by ½·γ² = 5e-5 at most. The same where the coda attends to earlier tokens, of which it reads rms h.
+    RMSNorm 1, LayerNorm 2, RMSNorm of Ph with c channels unread c + 1, nothing of Ph c: as without a coda. With γ = 0.01
+    N is span(h), span(1, h), M ⊕ span(h) and M up to 1 %, and the scale's free range behind a norm has no end: α → ∞
+    turns C(αh)/α by γ·B only, noticed by ½·γ² = 5e-5 at most. The same where the coda attends to earlier tokens, of
+    which it reads rms h.
     """
     net = Net(width)
     coda = _coda(net, strength, rms, attends)
@@ -59,7 +60,7 @@ def strong_coda_before_a_norm(width: int) -> Planted:
 
 
 def coda_behind_a_norm(width: int, strength: float, attends: bool) -> Planted:
-    """Features C(rms h): R(αh) = R(h) exactly, however strong the coda is, and DC is invertible. N = span(h). Blind 1."""
+    """Features C(rms h): R(αh) = R(h) exactly, however strong the coda, and DC is invertible. N = span(h). Blind 1."""
     net = Net(width)
     coda = _coda(net, strength, _as_it_is, attends)
     return plant(net, lambda h, k: net.logits(coda(rms(h))))

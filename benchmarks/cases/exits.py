@@ -84,8 +84,8 @@ def raw_last_leaves_out(width: int, channels: int, earlier: int, num_loops: int 
 def raw_last_of_low_rank(width: int, vocab_size: int) -> Planted:
     """RMSNorm exits below K = 6, raw at K, tied head with V − 1 < d: ker W has d − V + 1 = r dimensions.
 
-    N_k = span(h) ⊕ (ker W ∩ û^⊥), N_K = ker W: r − 1 directions are hidden at both. Of h, which is a row of the head and
-    some more, a fifth lies in ker W: shown at K. Blind r − 1, scale visible.
+    N_k = span(h) ⊕ (ker W ∩ û^⊥), N_K = ker W: r − 1 directions are hidden at both. Of h, a row of the head and some
+    more, a fifth lies in ker W: shown at K. Blind r − 1, scale visible.
     """
     net = Net(width, vocab_size=vocab_size, tied=True)
     return plant(net, lambda h, k: net.logits(h if k >= 6 else rms(h)), num_loops=6)
@@ -98,13 +98,14 @@ def raw_in_the_middle(width: int) -> Planted:
 
 
 def unread_at_strength(width: int, channels: int, strength: float) -> Planted:
-    """Raw readout of Ph at every exit, blocks of strength β: N_k = M for all k.
+    """Raw readout of Ph at every exit, K = 6, blocks of strength β: N_k = M for all k.
 
-    u = m + β·DB·m. Hidden of it is m, and of DB·m the share of c in d channels; DB shrinks as 1/s while the blocks write
-    β a loop, so what arrives in shown channels stays below m for every β. Blind c, however strong the blocks are.
+    u = m + β·DB·m/s, ‖DB‖ about 1: a is about m, b about β/s_k of it. Weak blocks: β. Strong ones write β a loop, so
+    that s_k is about β·k, and b is 1/k: near a at loop 1, a fifth of it at loop 5, the worst, which decides. Blind c,
+    however strong the blocks are.
     """
     net = Net(width, strength=strength)
-    return plant(net, lambda h, k: net.logits(blank(h, channels)))
+    return plant(net, lambda h, k: net.logits(blank(h, channels)), num_loops=6)
 
 
 def read_by_blocks(width: int, channels: int, gain: float) -> Planted:
@@ -148,7 +149,7 @@ def copied_into_sight(width: int, channels: int, gain: float) -> Planted:
 
 
 def half_in_common(width: int) -> Planted:
-    """K = 2, raw: exit 1 leaves out channels 0 to 3, exit 2 channels 2 to 5. DF = I + O(β): two stay hidden. Blind 2."""
+    """K = 2, raw: exit 1 leaves out channels 0 to 3, exit 2 channels 2 to 5. DF = I + O(β): 2 stay hidden. Blind 2."""
     net = Net(width)
 
     def readout(h: Tensor, k: int) -> Tensor:
@@ -161,8 +162,8 @@ def half_in_common(width: int) -> Planted:
 def turned(width: int, degrees: float) -> Planted:
     """K = 2, raw: exit 1 leaves out channel 0, exit 2 the direction cos θ·e_0 + sin θ·e_1.
 
-    e_0 arrives with a = cos θ hidden and b = sin θ shown, up to O(β). θ = 20°: 0.94 and 0.34, blind 1. θ = 70°: 0.34 and
-    0.94, blind 0.
+    e_0 arrives with a = cos θ hidden and b = sin θ shown, up to O(β). θ = 20°: 0.94 and 0.34, blind 1. θ = 70°: 0.34
+    and 0.94, blind 0.
     """
     net = Net(width)
     angle = math.radians(degrees)
@@ -196,7 +197,7 @@ KINDS = (
             3,
             scale="visible",
         )
-        for strength in (0.1, 0.3, 1.0, 3.0)
+        for strength in (0.03, 0.1, 0.3, 1.0, 3.0)
     ),
     Kind("3 unread, blocks read 10 times", partial(read_by_blocks, channels=3, gain=10.0), (32,), 3, scale="visible"),
     control("3 unread, copied 10 times", partial(copied_into_sight, channels=3, gain=10.0), (32,)),

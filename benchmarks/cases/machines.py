@@ -74,7 +74,7 @@ def with_loop_embeddings(width: int, norm: Norm, supervised: str = "every-loop")
 
 
 def with_readout_gains(width: int, norm: Norm) -> Planted:
-    """Logits W·(g_k ⊙ norm(h)), exactly K rows of gains between e^−½ and e^½: diagonal, invertible. RMSNorm 1, raw 0."""
+    """Logits W·(g_k ⊙ norm(h)), exactly K rows of gains between e^−½ and e^½: invertible. RMSNorm 1, raw 0."""
     net = Net(width)
     net.gains = nn.Parameter(torch.exp(torch.rand(3, width, generator=net.random) - 0.5))
     return plant(net, lambda h, k: net.logits(net.gains[k - 1] * norm(h)))

@@ -101,7 +101,7 @@ def tensor_read_in_part(width: int, channels: int, unread: int) -> Planted:
 
 
 def tensor_behind_a_norm(width: int, channels: int, norm: Callable[[Tensor], Tensor]) -> Planted:
-    """Logits W·h + U·norm(slow): RMSNorm hides span(slow), LayerNorm span(1, slow), which R·rms(slow) reads. 1 and 2."""
+    """Logits W·h + U·norm(slow): RMSNorm hides span(slow), blind 1; LayerNorm span(1, slow), which R reads, blind 2."""
     net = TwoTensors(width, channels)
     return plant_two(net, show=lambda h, slow: net.both(h, norm(slow)))
 
@@ -170,8 +170,8 @@ def two_step_recurrence(width: int, norm: Callable[[Tensor], Tensor] | None) -> 
     """h ← core(½·(h + slow)), slow ← the old h: slow is copied into h by the next loop and gone.
 
     Raw: N = slow; (0, δ) ↦ (½·δ, 0) has nothing hidden at the next exit: a = 0. Shown later, blind 0.
-    RMSNorm: N = span(h) ⊕ slow. The next exit hides (x, y) only with x ∥ h, and h and slow are parallel up to O(β): left
-    are (a·h, b·h), which the loop maps by [[½, ½], [1, 0]]. Its eigenvalues are 1 at (1, 1) and −½ at (1, −2): one is
+    RMSNorm: N = span(h) ⊕ slow. The next exit hides (x, y) only with x ∥ h, and h and slow are parallel up to O(β):
+    left are (a·h, b·h), which the loop maps by [[½, ½], [1, 0]]. Its eigenvalues are 1 at (1, 1) and −½ at (1, −2): one is
     carried, one damped. Blind 1, the scale of h and slow together.
     """
     net = TwoTensors(width, width)

@@ -97,7 +97,7 @@ def read_out_by_the_next_token(width: int, channels: int, share: float) -> Plant
 
 
 def scale_kept_to_itself(width: int, listening: bool) -> Planted:
-    """RMSNorm readout: N = span(h). The loop h ← h·(1 + β·tanh mean B(û)) + s·β·c·v leaves F(αh) = α·F(h).
+    """RMSNorm readout: N = span(h). The loop h ← h·(1 + β·tanh mean B(û)) + s·β·c·v leaves F(αh) = α·F(h) (eps = 0).
 
     Whatever a token's own scale is, its directions are the same. c = 0: nobody ever reads the scale: inert, blind 0.
     c = tanh log s of the token before, v a fixed vector: the next token reads it, and only that one. Blind 1.
@@ -105,12 +105,12 @@ def scale_kept_to_itself(width: int, listening: bool) -> Planted:
     net = Net(width)
 
     def loop(h: Tensor, k: int) -> Tensor:
-        grown = h * (1 + net.strength * torch.tanh(net.attention(rms(h)).mean(-1, keepdim=True)))
+        grown = h * (1 + net.strength * torch.tanh(net.attention(rms(h, eps=0.0)).mean(-1, keepdim=True)))
         scale = h.square().mean(-1, keepdim=True).sqrt()
         heard = net.strength * scale * torch.tanh(earlier(scale.log())) * net.table[0]
         return grown + heard if listening else grown
 
-    return plant(net, lambda h, k: net.logits(rms(h)), loop=loop)
+    return plant(net, lambda h, k: net.logits(rms(h, eps=0.0)), loop=loop)
 
 
 # --- some of the tokens ----------------------------------------------------------------------------------------------
