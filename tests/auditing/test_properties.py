@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import loopscope as ls
-import planted
+from cases.nets import Net, blank, centred, rms
 from loopscope.errors import ProtocolError
-from planted import blank, centred, rms
 
 WIDTH, VOCAB, LOOPS = 16, 64, 2
 OPTIONS = ls.AuditOptions(states=3, prefix=8, tokens=64, rollout=5)
@@ -31,7 +30,7 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Design:
-    """A readout and an inter-loop norm around `planted.Net`, and how many directions of it are blind."""
+    """A readout and an inter-loop norm around `cases.nets.Net`, and how many directions of it are blind."""
 
     readout: Change
     blind: int
@@ -63,7 +62,7 @@ designs = pytest.mark.parametrize("design", DESIGNS.values(), ids=DESIGNS)
 
 def conjugated(design: Design, into: Change, back: Change, strength: float = 0.03):
     """The same model with the state Φh: F'(x) = Φ(F(Φ⁻¹x)), R'(x) = R(Φ⁻¹x)."""
-    net = planted.Net(WIDTH, strength=strength)
+    net = Net(WIDTH, strength=strength)
     return ls.adapt(
         embed=lambda ids_BT: into(net.embed(ids_BT)),
         loop=lambda x, k: into(design.closes(net.loop(design.opens(back(x)), k))),
@@ -104,7 +103,7 @@ def test_a_state_that_has_run_away_under_a_penalty_is_judged_like_one_that_has_n
 
     The weights make the state `scale` times larger; the network's norms keep what it computes the same.
     """
-    net = planted.Net(WIDTH, scale=scale, norm=partial(rms, eps=1e-6 * scale**2))
+    net = Net(WIDTH, scale=scale, norm=partial(rms, eps=1e-6 * scale**2))
     model = ls.adapt(
         embed=net.embed, loop=net.loop, readout=lambda h, k: net.logits(net.norm(h)), num_loops=LOOPS, module=net
     )
@@ -120,7 +119,7 @@ def test_a_state_that_has_run_away_under_a_penalty_is_judged_like_one_that_has_n
 
 def split(design: Design, first: int, unit: float = 1.0):
     """The first channels are h, the others travel in carried["rest"], perhaps in another unit."""
-    net = planted.Net(WIDTH)
+    net = Net(WIDTH)
 
     def parts(x: Tensor) -> ls.LoopState:
         return ls.LoopState(x[..., :first], {"rest": unit * x[..., first:]})
@@ -190,7 +189,7 @@ def test_channels_may_have_units_of_their_own(name, strength):
 def test_a_massive_channel_may_lie_across_all_axes():
     """One channel is thirty times the others, N = span(h): blind 1. Rotated, no channel stands out any more."""
     Q = rotation(0)
-    net = planted.Net(WIDTH)
+    net = Net(WIDTH)
     with torch.no_grad():
         net.positions[:, 0] += 30
     model = ls.adapt(
@@ -244,7 +243,7 @@ class Stateful(nn.Module):
 
     def __init__(self, breaks_at: int | None = None) -> None:
         super().__init__()
-        self.net = planted.Net(WIDTH)
+        self.net = Net(WIDTH)
         self.tied = self.net.table
         self.mix = spectral_norm(nn.Linear(WIDTH, WIDTH, bias=False))
         self.statistics = nn.BatchNorm1d(WIDTH)
