@@ -404,11 +404,15 @@ class _Question:
         return rest @ right.T[:, gains > floor]
 
     def _undamped(self, carried: list[Tensor], rest: Tensor) -> Tensor:
-        """Directions whose image shrinks by less than 5 % a loop from the first loop on; at it, if it is alone."""
+        """Directions whose image shrinks by less than 5 % a loop from the first loop on; at it, if it is alone.
+
+        In units of each channel's rms: a loop that turns a direction into smaller channels does not damp it.
+        """
         loops = min(LATER_LOOPS, len(carried))
         if loops == 1:
             return self._kept(carried[0].T, rest, DAMPED)
-        first_WC, last_WC = (carried[index].T @ rest for index in (0, loops - 1))
+        weights_W1 = (self.units_W / self._channels())[:, None]
+        first_WC, last_WC = (weights_W1 * carried[index].T @ rest for index in (0, loops - 1))
         _, triangle = torch.linalg.qr(first_WC)
         back = torch.linalg.inv(triangle)
         _, gains, right = torch.linalg.svd(last_WC @ back, full_matrices=False)
@@ -491,7 +495,7 @@ class _Question:
         gone: list[Tensor] = []
         for there in (j for j in self.search.supervised if j > self.k):
             if window.tokens > 1:
-                own_CW = rows_CW / self._channels(here)
+                own_CW = rows_CW / self._channels()
                 last_CX = own_CW[:, window.layout(here).block(window.tokens - 1)[: window.layout(here).token_width]]
                 leaving, staying = _split(last_CX @ last_CX.T - 0.5 * own_CW @ own_CW.T)
                 gone.append(rest @ leaving)
@@ -500,23 +504,22 @@ class _Question:
                 break
             between = partial(self._arrive, here=here, there=there)
             (images_CW,) = push(between, window.vector(here), rows_CW)
-            v_CW, u_CW = rows_CW / self._channels(here), images_CW.double() / self._channels(there)
+            v_CW, u_CW = rows_CW / self._channels(), images_CW.double() / self._channels()
             a_CW = self._hidden_part(u_CW, there)
             b_CW = u_CW - a_CW
             hidden_CC, shown_CC, before_CC = (each @ each.T for each in (a_CW, b_CW, v_CW))
             kept, _ = _split(hidden_CC - shown_CC)
             still, _ = _split(kept.T @ (hidden_CC - STILL_THERE * before_CC) @ kept)
             kept = kept @ still
-            rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self._channels(there)), there
+            rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self._channels()), there
         return _orthonormal(torch.cat([*gone, rest], dim=1))
 
     def _arrive(self, w_RW: Tensor, here: int, there: int) -> list[Tensor]:
         return [self.window.loops(w_RW, here, there - here)[-1]]
 
-    def _channels(self, k: int) -> Tensor:
-        """Root mean square of every channel of the joint state."""
-        layout, sizes_X = self.window.layout(k), self.search.channels[k]
-        per_token = layout.token_width
+    def _channels(self) -> Tensor:
+        """Root mean square of every channel of the joint state after loop k."""
+        sizes_X, per_token = self.search.channels[self.k], self.window.layout(self.k).token_width
         return torch.cat([sizes_X[:per_token].repeat(self.window.tokens), sizes_X[per_token:]])
 
     def _hidden_part(self, u_CW: Tensor, k: int) -> Tensor:
@@ -529,7 +532,7 @@ class _Question:
         for token in (0, *asked):
             block = layout.block(token)
             basis_XH = self.hidden(k, token).basis_XH * lengths(window, k, token)[:, None]
-            basis_XH = basis_XH / self._channels(k)[block][:, None]
+            basis_XH = basis_XH / self._channels()[block][:, None]
             if token:  # what has no token is asked of the audited one
                 block, basis_XH = block[: layout.token_width], basis_XH[: layout.token_width]
             basis_XH = _orthonormal(basis_XH)
