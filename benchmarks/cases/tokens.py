@@ -126,8 +126,7 @@ def _marked_text(vocab_size: int, every: int, of: int) -> Tensor:
 
 
 def seen_by_some(width: int, every: int, of: int, power: float = 0.0) -> Planted:
-    """Features h·s^(a−1), with a = 1 (raw) for most tokens and a = `power` for `every` of each `of` (those of the text
-    with small ids): 0 hides the scale altogether.
+    """Features h·s^(a−1): a = 1, raw, for most tokens; `power` for `every` of each `of` tokens, 0 hiding the scale.
 
     A token notices at α = 1.136^(1/a): 1.14 for raw, 20 for a = 0.0425, 1000 for a = 0.0185, never for 0. It is a
     finding when half of the tokens are free tenfold, or 5 % a hundredfold:

@@ -19,7 +19,7 @@ rmsnorm; rmsnorm in 4 groups; rmsnorm tiny state, eps; rmsnorm trained; alpha 0.
 layernorm, rmsnorm blocks; layernorm, layernorm blocks; raw; raw trained; tiny state, softcapped; damped injection
 3 unread before norm; 3 unread after norm; 3 unread, rolled; lost subspace, raw; low-rank head; write-only channels
 erased unread, rmsnorm, strong; 8 unread, 3 erased, strong; leaky unread, strong; vocabulary of 2; vocabulary of 24
-1 channels leak 1e-4; 17 channels leak 1e-4; 16 channels leak 0.1; ouro-like; parcae-like; norm closes loop, raw
+1 of 32 leak 1e-4; 17 of 32 leak 1e-4; 16 of 32 leak 0.1; ouro-like; parcae-like; norm closes loop, raw
 uneven norm opens loop; uneven norm closes loop; 3 unread, bounded; layernorm, bounded; 3 unread beside opening norm
 penalty 1e-6; penalty 3e-4; penalty 0.01; penalty 1e-6, state run to 50; anchor at 100; anchor, 3 unread
 shift channel; shift channel, z-loss 0.01; negative weight, raw; final-only, weights 1e-6; final-only, weights 0.1
