@@ -343,7 +343,7 @@ class _Question:
             "unreachable": lambda rest: self._reachable(basis_XC, rest),
             "damped": lambda rest: self._undamped(carried, rest),
             "inert": lambda rest: self._kept(torch.cat(effects, -1).T, rest, self.read_floor * self.usual_effect),
-            "shown_later": lambda rest: self._unshown(basis_XC, rest),
+            "shown_later": lambda rest: self._unshown(basis_XC, carried, rest),
             "memory": lambda rest: self._unbounded(basis_XC, rest),
         }
         found = dict.fromkeys(CLASSES, rest[:, :0])
@@ -380,16 +380,18 @@ class _Question:
 
     def _compare_with_changes(self, fields: Fields, named_MX: Tensor) -> None:
         """Where the next loop's derivative along a named field is not what a change does, the change is followed."""
-        units_MW, length = self.window.placed(named_MX, self.k), float(self.h_D.double().norm())
+        alone, length = self.around.alone, float(self.h_D.double().norm())
+        w_W, units_MW = alone.vector(self.k), alone.placed(named_MX, self.k)
 
         def next_loop(w_RW: Tensor) -> Tensor:
-            return self.window.loops(w_RW, self.k, 1)[0]
+            return alone.loops(w_RW, self.k, 1)[0]
 
-        (along_MW,) = push(lambda w_RW: [next_loop(w_RW)], self.w_W, units_MW)
-        moved_MW, believed_M = changes(next_loop, self.w_W, units_MW, length)
+        (along_MW,) = push(lambda w_RW: [next_loop(w_RW)], w_W, units_MW)
+        moved_MW, believed_M = changes(next_loop, w_W, units_MW, length)
         disputed_M = believed_M & disagree(moved_MW, along_MW.double(), floor=CARRIED)
         if not disputed_M.any():
             return
+        units_MW = self.window.placed(named_MX, self.k)
         self.disputed, units_MW = chosen(fields, disputed_M), units_MW[disputed_M]
         pushed = push(self._loops_and_readouts, self.w_W, units_MW)
         widths = [image.shape[-1] for image in pushed]
@@ -416,7 +418,8 @@ class _Question:
         _, triangle = torch.linalg.qr(first_WC)
         back = torch.linalg.inv(triangle)
         _, gains, right = torch.linalg.svd(last_WC @ back, full_matrices=False)
-        return _orthonormal(rest @ back @ right.T[:, gains >= DAMPED ** (loops - 1)])
+        damped = _orthonormal(back @ right.T[:, gains < DAMPED ** (loops - 1)])
+        return rest @ _complement(damped)
 
     def _reachable(self, basis_XC: Tensor, rest: Tensor) -> Tensor:
         """Directions within `REACH` of what the loop that wrote this state can write."""
@@ -483,7 +486,7 @@ class _Question:
         range_XC = self._range[neighbours]
         return directions_XC - range_XC @ (range_XC.T @ directions_XC)
 
-    def _unshown(self, basis_XC: Tensor, rest: Tensor) -> Tensor:
+    def _unshown(self, basis_XC: Tensor, carried: list[Tensor], rest: Tensor) -> Tensor:
         """Directions that stay hidden from one supervised exit to the next.
 
         u = DF·v; a is its part among what is hidden there, b the rest, all in units of each channel's rms. Kept are
@@ -502,8 +505,10 @@ class _Question:
                 rest, rows_CW = rest @ staying, staying.T @ rows_CW
             if rest.shape[1] == 0:
                 break
-            between = partial(self._arrive, here=here, there=there)
-            (images_CW,) = push(between, window.vector(here), rows_CW)
+            if here == self.k:  # followed already
+                images_CW = rest.T @ carried[there - here - 1] * self.units_W
+            else:
+                (images_CW,) = push(partial(self._arrive, here=here, there=there), window.vector(here), rows_CW)
             v_CW, u_CW = rows_CW / self._channels(), images_CW.double() / self._channels()
             a_CW = self._hidden_part(u_CW, there)
             b_CW = u_CW - a_CW
