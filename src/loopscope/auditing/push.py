@@ -72,6 +72,9 @@ class Push:
     twin_size: float
     start_size: float
     """Size after the warm-up."""
+    growth_by_step: list[float]
+    """Its size over the twin's in every step."""
+    paid_by_step: list[float]
 
     @property
     def is_far(self) -> bool:
@@ -111,10 +114,10 @@ class PushResult:
 
 @dataclass(frozen=True)
 class _Course:
-    """What a run of steps left behind: means over its last steps."""
+    """What was seen in every step of a run, before the step was made."""
 
-    log_sizes: dict[str, float]
-    loss: float
+    log_sizes: dict[str, list[float]]
+    losses: list[float]
 
 
 def push(
@@ -143,17 +146,17 @@ def push(
 
     def run(trial: Trial, what: str, steps: range, pushed: str | None = None) -> _Course:
         nonlocal done
-        losses, looks = [], []
+        course = _Course({of: [] for of in sizes}, [])
         reward = None if pushed is None else lambda trace: options.weight * log_size(trace, sizes[pushed])
         for index in steps:
             progress(what, done / total)
             done += 1
             result = trial.step(pairs[index % len(pairs)], reward)
-            if index >= steps.stop - LAST:
-                losses.append(float(result.loss.detach()))
-                with torch.no_grad():
-                    looks.append({of: float(log_size(result.trace, size)) for of, size in sizes.items()})
-        return _Course({of: statistics.fmean(look[of] for look in looks) for of in sizes}, statistics.fmean(losses))
+            course.losses.append(float(result.loss.detach()))
+            with torch.no_grad():
+                for of, size in sizes.items():
+                    course.log_sizes[of].append(float(log_size(result.trace, size)))
+        return course
 
     with trial_weights(model, "the push test"):
         trial = Trial(model, objective, recipe)
@@ -173,25 +176,32 @@ def push(
             for weight, data in zip(trial.weights, kept, strict=True):
                 weight.data.copy_(data)
             trial.optimizer.load_state_dict(copy.deepcopy(memory))
-            course = run(trial, of, parted, of)
-            pushes.append(
-                Push(
-                    name=of,
-                    growth=math.exp(course.log_sizes[of] - twin.log_sizes[of]),
-                    paid=course.loss - twin.loss,
-                    size=math.exp(course.log_sizes[of]),
-                    twin_size=math.exp(twin.log_sizes[of]),
-                    start_size=math.exp(start[of]),
-                )
-            )
+            pushes.append(_compared(of, run(trial, of, parted, of), twin, start[of]))
     return PushResult(
         model=name or type(model).__name__,
         options=options,
         recipe=recipe,
         pushes=pushes,
-        twin_loss=twin.loss,
+        twin_loss=statistics.fmean(twin.losses[-LAST:]),
         notes=notes,
         seconds=time.perf_counter() - started,
+    )
+
+
+def _compared(of: str, course: _Course, twin: _Course, start: float) -> Push:
+    """Means over the last steps of the logarithms of the sizes, and of the losses."""
+    own, others = course.log_sizes[of], twin.log_sizes[of]
+    size, twin_size = (statistics.fmean(values[-LAST:]) for values in (own, others))
+    paid = [one - other for one, other in zip(course.losses, twin.losses, strict=True)]
+    return Push(
+        name=of,
+        growth=math.exp(size - twin_size),
+        paid=statistics.fmean(paid[-LAST:]),
+        size=math.exp(size),
+        twin_size=math.exp(twin_size),
+        start_size=math.exp(start),
+        growth_by_step=[math.exp(one - other) for one, other in zip(own, others, strict=True)],
+        paid_by_step=paid,
     )
 
 

@@ -97,10 +97,17 @@ def followed_loop(num_loops: int) -> int:
     return max(1, num_loops - 1)
 
 
-def log_size(trace: LoopTrace, size: Size) -> Tensor:
-    """Mean over tokens of the logarithm of a variable's size, floored; see the module's docstring."""
+def log_size(trace: LoopTrace, size: Size, *, lifted: bool = False) -> Tensor:
+    """Mean over tokens of the logarithm of a variable's size, floored; see the module's docstring.
+
+    `lifted` measures states below scale 1 as if they had scale 1.
+    """
     h_BTD = trace.states[followed_loop(trace.num_loops)].h_BTD
-    size_BT = size(h_BTD.to(torch.promote_types(h_BTD.dtype, torch.float32)))
+    h_BTD = h_BTD.to(torch.promote_types(h_BTD.dtype, torch.float32))
+    if lifted:
+        scale_BT1 = h_BTD.norm(dim=-1, keepdim=True) / h_BTD.shape[-1] ** 0.5
+        h_BTD = h_BTD / scale_BT1.clamp(min=1e-30, max=1)
+    size_BT = size(h_BTD)
     if size_BT.shape != h_BTD.shape[:2]:
         raise DataError(f"the size of a variable must be a number per token, got {tuple(size_BT.shape)}")
     floor = FLOOR**2 * size_BT.detach().square().mean()
@@ -141,7 +148,9 @@ def trial_weights(model: LoopedModel, why: str) -> Iterator[nn.Module]:
     """The model's network with copies for weights and buffers, in float32 at least; its own are never written to."""
     network = network_of(model)
     if network is None or not any(weight.requires_grad for weight in network.parameters()):
-        raise UnsupportedError(f"{why} trains the model a little, and it shows no weights to train (adapt takes module=)")
+        raise UnsupportedError(
+            f"{why} trains the model a little, and it shows no weights to train (adapt takes module=)"
+        )
     with borrowed(network) as held:
         tensors = {id(tensor): tensor for tensor in [*network.parameters(), *network.buffers(), *held]}
         own = [(tensor, tensor.data) for tensor in tensors.values() if tensor.is_floating_point()]
