@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -93,7 +93,9 @@ class Row:
         training = replace(base.training, steps=STEPS, batch=BATCH, seed=SEED)
         base = replace(base, data=replace(base.data, sequence_length=LENGTH), training=training)
         config = apply_recipe(base, self.recipe)
-        objective = {name: tuple(value) if isinstance(value, list) else value for name, value in self.objective.items()}
+        objective: Json = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in self.objective.items()
+        }
         model = replace(config.design("a row"), **self.model)
         return replace(config, model=model, objective=replace(config.objective, **objective))
 
@@ -462,11 +464,11 @@ def main(
     for phase in phases:
         if phase == "train":
             courses = {each.course: each for row in rows for each in (row, row.twin)}
-            run_phase(out, phase, [(key, lambda row=row: train_row(row, out)) for key, row in courses.items()])
+            run_phase(out, phase, [(key, partial(train_row, row, out)) for key, row in courses.items()])
         elif phase == "push":
-            run_phase(out, phase, [(row.name, lambda row=row: push_row(row, out)) for row in rows])
+            run_phase(out, phase, [(row.name, partial(push_row, row, out)) for row in rows])
         elif phase == "audit":
-            run_phase(out, phase, [(row.name, lambda row=row: audit_row(row, out)) for row in rows])
+            run_phase(out, phase, [(row.name, partial(audit_row, row, out)) for row in rows])
         else:
             exit_code = report(out)
     return exit_code

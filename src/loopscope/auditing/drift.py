@@ -11,7 +11,7 @@ measured as if they had scale 1, as everywhere in an audit: a scaled initialisat
 in every design, and that is no runaway.
 
 A variable is driven when training moves it by 1 % a step or more (a doubling within 70 steps) and the trials agree: the
-rate is more than twice its standard error over them.
+rate is more than three times its standard error over them, which noise reaches in one of twenty.
 
 Shape legend: B batch, T tokens, D width.
 """
@@ -30,11 +30,11 @@ from loopscope.errors import ConfigError
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import LoopedModel
 
-TRIALS, STEPS = 3, 8
-"""Fewer trials know no spread, fewer steps no direction; 24 steps of a few hundred tokens cost about one of a run."""
+TRIALS, STEPS = 4, 8
+"""Fewer trials know no spread, fewer steps no direction; 32 steps of a few hundred tokens cost about one of a run."""
 DRIVEN_FROM = 0.01
 """Share per step from which a variable is driven."""
-CERTAIN = 2.0
+CERTAIN = 3.0
 """Standard errors that a rate must be away from zero."""
 
 
@@ -47,7 +47,7 @@ class Drift:
     spread: float
     """Standard error of the rate over the trials."""
     driven: bool
-    """Whether it is at least 1 % a step, and twice its spread."""
+    """Whether it is at least 1 % a step, and three times its spread."""
 
     def sentence(self) -> str:
         """For a reader."""

@@ -58,6 +58,10 @@ class PushOptions:
         if self.warm_up < 0 or self.steps < 1:
             raise ConfigError(f"a push of {self.steps} steps after {self.warm_up}: needs at least 1, after 0 or more")
 
+    def total_steps(self, variables: int) -> int:
+        """Training steps of a push of so many variables: warm-up, twin, and one run for each."""
+        return self.warm_up + (1 + variables) * self.steps
+
 
 @dataclass(frozen=True)
 class Push:
@@ -142,7 +146,7 @@ def push(
     needed = options.warm_up + options.steps
     pairs = pairs_of(islice(batches, needed))
     notes = [] if len(pairs) >= needed else [f"{len(pairs)} batches came round {needed / len(pairs):.3g} times"]
-    total, done = options.warm_up + (1 + len(sizes)) * options.steps, 0
+    total, done = options.total_steps(len(sizes)), 0
 
     def run(trial: Trial, what: str, steps: range, pushed: str | None = None) -> _Course:
         nonlocal done

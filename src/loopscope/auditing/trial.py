@@ -92,6 +92,15 @@ def size_along(field: Field) -> Size:
     return size
 
 
+def size_within(basis_DN: Tensor) -> Size:
+    """‖P h‖ of the projection on the span of orthonormal columns: directions that a search found."""
+
+    def size(h_BTD: Tensor) -> Tensor:
+        return (h_BTD @ basis_DN.to(h_BTD)).norm(dim=-1)
+
+    return size
+
+
 def followed_loop(num_loops: int) -> int:
     """The last loop whose state is carried on: K − 1, for h_K goes nowhere; of a single loop, that one."""
     return max(1, num_loops - 1)
@@ -118,10 +127,8 @@ class Trial:
     """One short training: step, and look."""
 
     def __init__(self, model: LoopedModel, objective: Objective, recipe: Recipe) -> None:
-        network = network_of(model)
-        assert network is not None
         self.model, self.objective, self.recipe = model, objective, recipe
-        self.weights = [weight for weight in network.parameters() if weight.requires_grad]
+        self.weights = [weight for weight in trainable(model, "a trial").parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(self.weights, lr=recipe.lr, weight_decay=recipe.weight_decay)
 
     def step(self, batch: Batch, reward: Callable[[LoopTrace], Tensor] | None = None) -> ObjectiveResult:
@@ -143,14 +150,20 @@ class Trial:
         return self.objective(self.model, *batch)
 
 
-@contextmanager
-def trial_weights(model: LoopedModel, why: str) -> Iterator[nn.Module]:
-    """The model's network with copies for weights and buffers, in float32 at least; its own are never written to."""
+def trainable(model: LoopedModel, why: str) -> nn.Module:
+    """The model's network, or the sentence that says that it has no weights to train."""
     network = network_of(model)
     if network is None or not any(weight.requires_grad for weight in network.parameters()):
         raise UnsupportedError(
-            f"{why} trains the model a little, and it shows no weights to train (adapt takes module=)"
+            f"{why} trains the model a little, and this one shows no weights to train (adapt takes module=)"
         )
+    return network
+
+
+@contextmanager
+def trial_weights(model: LoopedModel, why: str) -> Iterator[None]:
+    """Copies for weights and buffers, in float32 at least; the model's own are never written to."""
+    network = trainable(model, why)
     with borrowed(network) as held:
         tensors = {id(tensor): tensor for tensor in [*network.parameters(), *network.buffers(), *held]}
         own = [(tensor, tensor.data) for tensor in tensors.values() if tensor.is_floating_point()]
@@ -158,7 +171,7 @@ def trial_weights(model: LoopedModel, why: str) -> Iterator[nn.Module]:
             for tensor, data in own:
                 # bf16 would round the steps away
                 tensor.data = data.to(torch.promote_types(data.dtype, torch.float32), copy=True)
-            yield network
+            yield
         finally:
             for tensor, data in own:
                 tensor.data = data
@@ -168,7 +181,12 @@ def pairs_of(batches: Iterable[Tensor | Batch]) -> list[Batch]:
     """Batches as pairs of ids and targets; without targets, each token predicts the next."""
     pairs = []
     for batch in batches:
-        ids_BT, targets_BT = batch if isinstance(batch, (tuple, list)) else (batch[:, :-1], batch[:, 1:])
+        ids_BT, targets_BT = batch if isinstance(batch, (tuple, list)) else (batch, None)
+        if not isinstance(ids_BT, Tensor) or ids_BT.dim() != 2 or ids_BT.is_floating_point():
+            got = f"{tuple(ids_BT.shape)} of {ids_BT.dtype}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
+            raise DataError(f"a batch must be a (batch, tokens) tensor of ids, or a pair with targets; got {got}")
+        if targets_BT is None:
+            ids_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
         pairs.append((ids_BT, targets_BT))
     if not pairs:
         raise DataError("a trial training needs at least one batch of token ids; got none")
