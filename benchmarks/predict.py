@@ -1,13 +1,14 @@
 """Does training do what the audit of an untrained model says?
 
-    python benchmarks/predict.py train push audit report [--out runs/predict]
+    python benchmarks/predict.py train push drift audit report [--out runs/predict]
 
 The rows of predict_rows.yaml, fixed before the first was trained, are demo-sized designs. Each phase writes one line of
 JSON per row and goes on where it was stopped:
 
-    audit   the audit of the untrained model: verdict, free range and drift of the row's variable
     train   ordinary training, and the same row's twin with a norm penalty of 0.01
     push    the push test, after its own warm-up
+    drift   whether training drives the row's variable, from the untrained model
+    audit   the audit of the untrained model: verdict and free range of the row's variable
     report  whether the one predicts the others
 
 (i) Against the push test: the rank correlation of free range and pushed growth is at least 0.8 (∞ tied at the top), and
@@ -67,7 +68,7 @@ BLIND_FROM = 10.0
 """Free range from which a variable is called free."""
 AUDIT_ROWS, DRIFT_BATCHES = 8, 8
 
-Phase = Literal["train", "push", "audit", "report"]
+Phase = Literal["train", "push", "drift", "audit", "report"]
 Json = dict[str, Any]
 
 
@@ -237,23 +238,25 @@ def push_row(row: Row, out: Path) -> Json:
     return {**pushed, **rounded, "name": row.name, "variable": row.variable, "twin_loss": result.twin_loss}
 
 
+def drift_row(row: Row, out: Path) -> Json:
+    """The drift of the row's variable in the untrained model."""
+    stream, _ = text(out)
+    batches = [stream.batch(step) for step in range(DRIFT_BATCHES)]
+    size = {row.variable: row.sizes[row.variable]}
+    found = drift(row.build(), batches, row.objective_of(), size, recipe=Recipe.of(row.config.training))[row.variable]
+    return {"name": row.name, "rate": found.rate, "spread": found.spread, "driven": found.driven}
+
+
 def audit_row(row: Row, out: Path) -> Json:
-    """The audit of the untrained model on validation text, and the drift of the row's variable."""
-    model, config = row.build().eval(), row.config
-    stream, valid = text(out)
+    """The audit of the untrained model on validation text."""
+    config = row.config
+    _, valid = text(out)
     batches = [next(evaluation_batches(valid, LENGTH, AUDIT_ROWS))]
+    terms = terms_of(config.objective)
     result = ls.audit(
-        model, batches, supervised=config.objective, terms=terms_of(config.objective), fields=row.fields, name=row.name
+        row.build().eval(), batches, supervised=config.objective, terms=terms, fields=row.fields, name=row.name
     )
     found = result.variable(row.variable)
-    drifts = drift(
-        model,
-        [stream.batch(step) for step in range(DRIFT_BATCHES)],
-        row.objective_of(),
-        {row.variable: row.sizes[row.variable]},
-        recipe=Recipe.of(config.training),
-    )
-    drifted = drifts[row.variable]
     return {
         "name": row.name,
         "verdict": found.verdict,
@@ -261,9 +264,6 @@ def audit_row(row: Row, out: Path) -> Json:
         "free_tokens": found.free_tokens,
         "overall": result.verdict,
         "dimension": result.blind_directions.dimension,
-        "rate": drifted.rate,
-        "spread": drifted.spread,
-        "driven": drifted.driven,
     }
 
 
@@ -303,19 +303,22 @@ class Outcome:
 
 
 def outcomes(out: Path) -> Iterator[Outcome]:
-    """Every row that all three phases have."""
-    audits, trained, pushes = (lines_of(out / f"{phase}.jsonl") for phase in ("audit", "train", "push"))
+    """Every row that all phases have measured."""
+    audits, trained, pushes, drifts = (
+        lines_of(out / f"{phase}.jsonl") for phase in ("audit", "train", "push", "drift")
+    )
     for row in read_rows():
-        if row.name not in audits or row.name not in pushes or not {row.course, row.twin.course} <= trained.keys():
+        measured = audits.keys() & pushes.keys() & drifts.keys()
+        if row.name not in measured or not {row.course, row.twin.course} <= trained.keys():
             continue
-        audited, pushed = audits[row.name], pushes[row.name]
+        audited, pushed, drifted = audits[row.name], pushes[row.name], drifts[row.name]
         own, twin = (trained[of.course]["log_sizes"][row.variable] for of in (row, row.twin))
         yield Outcome(
             row=row,
             verdict=audited["verdict"],
             free_range=math.inf if audited["free_range"] is None else audited["free_range"],
-            rate=audited["rate"],
-            driven_up=audited["driven"] and audited["rate"] > 0,
+            rate=drifted["rate"],
+            driven_up=drifted["driven"] and drifted["rate"] > 0,
             pushed=pushed["growth"],
             paid=pushed["paid"],
             peak=math.exp(max(own) - max(twin)),
@@ -381,7 +384,7 @@ def report(out: Path) -> int:
     """Print everything, write it to report.json, and say by the exit code whether the four claims hold."""
     rows = list(outcomes(out))
     if not rows:
-        print("nothing to report yet: run the phases train, push and audit", file=sys.stderr)
+        print("nothing to report yet: run the phases train, push, drift and audit", file=sys.stderr)
         return 2
     print(machine())
     print(f"{len(rows)} rows of {len(read_rows())}: {STEPS} steps of {BATCH} × {LENGTH} tokens; push {PUSH}\n")
@@ -447,7 +450,7 @@ def _times(value: float) -> str:
 
 
 def main(
-    phases: tyro.conf.Positional[tuple[Phase, ...]] = ("train", "push", "audit", "report"),
+    phases: tyro.conf.Positional[tuple[Phase, ...]] = ("train", "push", "drift", "audit", "report"),
     out: Path = Path("runs/predict"),
 ) -> int:
     """Run some phases, each going on where it was stopped.
@@ -467,6 +470,8 @@ def main(
             run_phase(out, phase, [(key, partial(train_row, row, out)) for key, row in courses.items()])
         elif phase == "push":
             run_phase(out, phase, [(row.name, partial(push_row, row, out)) for row in rows])
+        elif phase == "drift":
+            run_phase(out, phase, [(row.name, partial(drift_row, row, out)) for row in rows])
         elif phase == "audit":
             run_phase(out, phase, [(row.name, partial(audit_row, row, out)) for row in rows])
         else:

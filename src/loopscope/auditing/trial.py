@@ -137,7 +137,7 @@ class Trial:
             result = self.objective(self.model, *batch)
             loss = result.loss if reward is None else result.loss - reward(result.trace)
             if not loss.isfinite():
-                raise DataError(f"the loss of a trial step is {float(loss)}: nothing can be learned from it")
+                raise DataError(f"the loss of a trial step is {loss.item()}: nothing can be learned from it")
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights, self.recipe.clip)
         self.optimizer.step()
