@@ -23,9 +23,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from loopscope.auditing.trial import Batch, Recipe, Size, Trial, log_size, pairs_of, trial_weights
+from loopscope.auditing.untouched import network_of
 from loopscope.errors import ConfigError
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import LoopedModel
@@ -34,6 +36,8 @@ TRIALS, STEPS = 4, 8
 """Fewer trials know no spread, fewer steps no direction; 32 steps of a few hundred tokens cost about one of a run."""
 DRIVEN_FROM = 0.01
 """Share per step from which a variable is driven."""
+AFFORDABLE_BYTES = 1 << 30
+"""Weights up to this size in float32; a trial holds a copy of them, their gradients, and Adam's two averages."""
 CERTAIN = 3.0
 """Standard errors that a rate must be away from zero."""
 
@@ -54,6 +58,13 @@ class Drift:
         if not self.driven:
             return "training does not drive it"
         return f"training drives it {'up' if self.rate > 0 else 'down'} by {abs(self.rate):.0%} a step"
+
+
+def affordable(model: LoopedModel) -> bool:
+    """Whether there are weights to train, and few enough that an audit may hold them five times."""
+    network = network_of(model)
+    weights = [] if network is None else [weight.numel() for weight in network.parameters() if weight.requires_grad]
+    return 0 < 4 * sum(weights) <= AFFORDABLE_BYTES
 
 
 def drift(
@@ -78,6 +89,7 @@ def drift(
     for number in range(trials):
         own = pairs[number::trials] or [pairs[number % len(pairs)]]
         with trial_weights(model, "the drift"):
+            torch.manual_seed(number)
             trial = Trial(model, objective, recipe or Recipe())
             half = steps // 2
             for index in range(half):

@@ -155,6 +155,7 @@ def push(
         for index in steps:
             progress(what, done / total)
             done += 1
+            torch.manual_seed(index)  # whatever a model or an objective draws is the same on both ways
             result = trial.step(pairs[index % len(pairs)], reward)
             course.losses.append(float(result.loss.detach()))
             with torch.no_grad():
@@ -168,6 +169,7 @@ def push(
         for index in range(options.warm_up):
             progress("warm-up", done / total)
             done += 1
+            torch.manual_seed(index)
             trial.step(pairs[index % len(pairs)])
         look = trial.look(pairs[options.warm_up % len(pairs)])
         start = {of: float(log_size(look.trace, size)) for of, size in sizes.items()}
