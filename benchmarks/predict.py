@@ -280,6 +280,8 @@ class Outcome:
     rate: float
     driven_up: bool
     pushed: float
+    reach: float
+    """The same in lengths of the state."""
     paid: float
     peak: float
     final: float
@@ -320,6 +322,7 @@ def outcomes(out: Path) -> Iterator[Outcome]:
             rate=drifted["rate"],
             driven_up=drifted["driven"] and drifted["rate"] > 0,
             pushed=pushed["growth"],
+            reach=pushed["reach"],
             paid=pushed["paid"],
             peak=math.exp(max(own) - max(twin)),
             final=math.exp(statistics.fmean(own[-LAST:]) - statistics.fmean(twin[-LAST:])),
@@ -388,13 +391,13 @@ def report(out: Path) -> int:
         return 2
     print(machine())
     print(f"{len(rows)} rows of {len(read_rows())}: {STEPS} steps of {BATCH} × {LENGTH} tokens; push {PUSH}\n")
-    print("| row | variable | verdict | free range | drift a step | pushed | paid | peak | final | ran |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| row | variable | verdict | free range | drift a step | pushed | in lengths | paid | peak | final | ran |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for each in rows:
         drifts = f"{each.rate:+.1%}{' ↑' if each.driven_up else ''}"
         print(
             f"| {each.row.name} | {each.row.variable} | {each.verdict} | {_times(each.free_range)} | {drifts} "
-            f"| {_times(each.pushed)} | {each.paid:+.2f} | {_times(each.peak)} | {_times(each.final)} "
+            f"| {_times(each.pushed)} | {_times(each.reach)} | {each.paid:+.2f} | {_times(each.peak)} | {_times(each.final)} "
             f"| {'yes' if each.ran else ''} |"
         )
     far, ran = (lambda each: each.pushed >= FAR), (lambda each: each.ran)
@@ -413,6 +416,8 @@ def report(out: Path) -> int:
         "norm monitor at step 10 → ran away": score(rows, lambda each: each.at_monitor >= MONITOR_GROWTH, ran),
     }
     print(f"\nrank correlation of free range and pushed growth: {pushed:.2f} (target ≥ 0.8)")
+    reach = rank_correlation(ranges, [each.reach for each in rows])
+    print(f"  with pushed growth in lengths of the state: {reach:.2f}")
     monitor = rank_correlation([each.at_monitor for each in rows], [each.pushed for each in rows])
     print(f"  of growth by step {MONITOR_STEP} and pushed growth: {monitor:.2f}")
     for name, counted in scores.items():
@@ -434,6 +439,7 @@ def report(out: Path) -> int:
         "schema_version": 1,
         "rows": len(rows),
         "rank_correlation": pushed,
+        "rank_correlation_reach": reach,
         "rank_correlation_monitor": monitor,
         "scores": {
             name: {"precision": s.precision, "recall": s.recall, "false_alarms": s.false_alarms, "missed": s.missed}

@@ -186,6 +186,14 @@ def test_every_variable_is_pushed_from_the_same_start():
     assert both.push("scale") == alone
 
 
+def test_reach_is_in_lengths_of_the_state():
+    found = pushed(design(), sizes={**SCALE, "mean": size_along(mean_field)}, options=PushOptions(warm_up=3, steps=20))
+    scale, mean = found.push("scale"), found.push("mean")
+    assert scale.reach == pytest.approx(scale.growth)
+    assert mean.reach == pytest.approx(1 + (mean.size - mean.twin_size) / scale.twin_size)
+    assert 1 < mean.reach < mean.growth
+
+
 def test_random_numbers_are_the_same_with_and_without_the_reward():
     """A share of the exits' positions, drawn anew in every step."""
     config = ObjectiveConfig(exit_fraction=0.3)

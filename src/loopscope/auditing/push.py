@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loopscope.auditing.trial import Batch, Recipe, Size, Trial, log_size, pairs_of, trial_weights
+from loopscope.auditing.trial import Batch, Recipe, Size, Trial, log_size, pairs_of, size_along, trial_weights
+from loopscope.auditing.visibility import scale_field
 from loopscope.errors import ConfigError, DataError, LoopscopeError, UnsupportedError
 from loopscope.files import without_nan
 from loopscope.objectives.placement import Objective
@@ -70,6 +71,9 @@ class Push:
     name: str
     growth: float
     """Its size over that of the twin, averaged over the last steps."""
+    reach: float
+    """1 + (its size − that of the twin)/(length of the twin's state): the unit of free ranges. The same as the growth for
+    scale; a mean that is a tenth of the state may grow tenfold and have reached 2."""
     paid: float
     """Nats by which the objective ended above the twin's, averaged over the last steps; negative where it gained."""
     size: float
@@ -121,6 +125,8 @@ class _Course:
     """What was seen in every step of a run, before the step was made."""
 
     log_sizes: dict[str, list[float]]
+    log_lengths: list[float]
+    """log ‖h‖."""
     losses: list[float]
 
 
@@ -146,11 +152,12 @@ def push(
     needed = options.warm_up + options.steps
     pairs = pairs_of(islice(batches, needed))
     notes = [] if len(pairs) >= needed else [f"{len(pairs)} batches came round {needed / len(pairs):.3g} times"]
+    length = size_along(scale_field)
     total, done = options.total_steps(len(sizes)), 0
 
     def run(trial: Trial, what: str, steps: range, pushed: str | None = None) -> _Course:
         nonlocal done
-        course = _Course({of: [] for of in sizes}, [])
+        course = _Course({of: [] for of in sizes}, [], [])
         reward = None if pushed is None else lambda trace: options.weight * log_size(trace, sizes[pushed])
         for index in steps:
             progress(what, done / total)
@@ -159,6 +166,7 @@ def push(
             result = trial.step(pairs[index % len(pairs)], reward)
             course.losses.append(float(result.loss.detach()))
             with torch.no_grad():
+                course.log_lengths.append(float(log_size(result.trace, length)))
                 for of, size in sizes.items():
                     course.log_sizes[of].append(float(log_size(result.trace, size)))
         return course
@@ -202,6 +210,7 @@ def _compared(of: str, course: _Course, twin: _Course, start: float) -> Push:
     return Push(
         name=of,
         growth=math.exp(size - twin_size),
+        reach=1 + (math.exp(size) - math.exp(twin_size)) / math.exp(statistics.fmean(twin.log_lengths[-LAST:])),
         paid=statistics.fmean(paid[-LAST:]),
         size=math.exp(size),
         twin_size=math.exp(twin_size),
