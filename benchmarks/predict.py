@@ -394,12 +394,13 @@ def report(out: Path) -> int:
     print("| row | variable | verdict | free range | drift a step | pushed | in lengths | paid | peak | final | ran |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for each in rows:
-        drifts = f"{each.rate:+.1%}{' ↑' if each.driven_up else ''}"
-        print(
-            f"| {each.row.name} | {each.row.variable} | {each.verdict} | {_times(each.free_range)} | {drifts} "
-            f"| {_times(each.pushed)} | {_times(each.reach)} | {each.paid:+.2f} | {_times(each.peak)} | {_times(each.final)} "
-            f"| {'yes' if each.ran else ''} |"
+        cells = (
+            *(each.row.name, each.row.variable, each.verdict, _times(each.free_range)),
+            f"{each.rate:+.1%}{' ↑' if each.driven_up else ''}",
+            *(_times(each.pushed), _times(each.reach), f"{each.paid:+.2f}", _times(each.peak), _times(each.final)),
+            "yes" if each.ran else "",
         )
+        print(f"| {' | '.join(cells)} |")
     far, ran = (lambda each: each.pushed >= FAR), (lambda each: each.ran)
     ranges = [min(each.free_range, 1e6) for each in rows]
     pushed = rank_correlation(ranges, [each.pushed for each in rows])

@@ -72,7 +72,7 @@ class Push:
     growth: float
     """Its size over that of the twin, averaged over the last steps."""
     reach: float
-    """1 + (its size − that of the twin)/(length of the twin's state): the unit of free ranges. The same as the growth for
+    """1 + (its size − that of the twin)/(length of the twin's state): the unit of free ranges. The same as growth for
     scale; a mean that is a tenth of the state may grow tenfold and have reached 2."""
     paid: float
     """Nats by which the objective ended above the twin's, averaged over the last steps; negative where it gained."""
