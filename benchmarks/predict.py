@@ -185,9 +185,8 @@ def lines_of(file: Path) -> dict[str, Json]:
 def run_phase(out: Path, phase: str, work: Sequence[tuple[str, Callable[[], Json]]]) -> None:
     """Do what is not there yet, a line at a time."""
     file = out / f"{phase}.jsonl"
-    done = lines_of(file)
     for index, (key, measure) in enumerate(work, start=1):
-        if key in done:
+        if key in lines_of(file):  # read anew each time: another process may share the work
             continue
         started = time.perf_counter()
         measured = measure()
