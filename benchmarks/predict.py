@@ -281,6 +281,9 @@ class Outcome:
     pushed: float
     reach: float
     """The same in lengths of the state."""
+    reached: float
+    """The size that it reached, where a state of scale 1 has length 1. A twin that has run away itself leaves little to
+    grow: against what was free from the start, this is what counts."""
     paid: float
     peak: float
     final: float
@@ -322,6 +325,7 @@ def outcomes(out: Path) -> Iterator[Outcome]:
             driven_up=drifted["driven"] and drifted["rate"] > 0,
             pushed=pushed["growth"],
             reach=pushed["reach"],
+            reached=max(1.0, pushed["size"] / row.config.design("a row").width ** 0.5),
             paid=pushed["paid"],
             peak=math.exp(max(own) - max(twin)),
             final=math.exp(statistics.fmean(own[-LAST:]) - statistics.fmean(twin[-LAST:])),
@@ -390,13 +394,16 @@ def report(out: Path) -> int:
         return 2
     print(machine())
     print(f"{len(rows)} rows of {len(read_rows())}: {STEPS} steps of {BATCH} × {LENGTH} tokens; push {PUSH}\n")
-    print("| row | variable | verdict | free range | drift a step | pushed | in lengths | paid | peak | final | ran |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| row | variable | verdict | free range | drift a step | pushed | in lengths | reached | paid | peak | final | ran |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for each in rows:
         cells = (
             *(each.row.name, each.row.variable, each.verdict, _times(each.free_range)),
             f"{each.rate:+.1%}{' ↑' if each.driven_up else ''}",
-            *(_times(each.pushed), _times(each.reach), f"{each.paid:+.2f}", _times(each.peak), _times(each.final)),
+            *(_times(each.pushed), _times(each.reach), _times(each.reached), f"{each.paid:+.2f}"),
+            *(_times(each.peak), _times(each.final)),
             "yes" if each.ran else "",
         )
         print(f"| {' | '.join(cells)} |")
@@ -418,6 +425,8 @@ def report(out: Path) -> int:
     print(f"\nrank correlation of free range and pushed growth: {pushed:.2f} (target ≥ 0.8)")
     reach = rank_correlation(ranges, [each.reach for each in rows])
     print(f"  with pushed growth in lengths of the state: {reach:.2f}")
+    reached = rank_correlation(ranges, [each.reached for each in rows])
+    print(f"  with the size that was reached: {reached:.2f}")
     monitor = rank_correlation([each.at_monitor for each in rows], [each.pushed for each in rows])
     print(f"  of growth by step {MONITOR_STEP} and pushed growth: {monitor:.2f}")
     for name, counted in scores.items():
@@ -440,6 +449,7 @@ def report(out: Path) -> int:
         "rows": len(rows),
         "rank_correlation": pushed,
         "rank_correlation_reach": reach,
+        "rank_correlation_reached": reached,
         "rank_correlation_monitor": monitor,
         "scores": {
             name: {"precision": s.precision, "recall": s.recall, "false_alarms": s.false_alarms, "missed": s.missed}

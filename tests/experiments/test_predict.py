@@ -63,7 +63,7 @@ def measured(tmp_path, monkeypatch):
         lines = {
             "audit": line(row.name, verdict=verdict, free_range=free),
             "drift": line(row.name, rate=rate, spread=0.0, driven=abs(rate) > 0.01),
-            "push": line(row.name, growth=growth, reach=growth, paid=0.1),
+            "push": line(row.name, growth=growth, reach=growth, size=growth, paid=0.1),
             "train": line(row.course, log_sizes={"scale": grown})
             + line(row.twin.course, log_sizes={"scale": [0.0] * predict.STEPS}),
         }
