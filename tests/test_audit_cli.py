@@ -185,3 +185,54 @@ def test_a_remedy_changes_the_named_thing_alone():
 def test_a_sparkline_goes_from_low_to_high_and_is_flat_for_equal_numbers():
     assert sparkline([0, 1, 2, 7]) == "▁▂▃█"
     assert len(set(sparkline([5.0, 5.0, 5.001]))) == 1
+
+
+# --- the push test ---------------------------------------------------------------------------------------------------
+
+PUSH = ["--push", "--push-steps", "4"]
+
+
+def test_a_push_is_told_in_a_table_with_its_price_and_progress_on_stderr(audit, run_folder):
+    code, out, err = audit(str(run_folder), *PUSH)
+    assert code == 1
+    assert "push test" in out and "nats" in out and "4 steps after 3" in out
+    assert "push: scale" in err and "push" not in err.split("push: ")[0].splitlines()[0]
+
+
+def test_a_push_of_a_run_is_kept_in_its_audit_and_in_the_json(audit, run_folder):
+    code, out, _ = audit(str(run_folder), *PUSH, "--json")
+    printed, kept = json.loads(out), json.loads((run_folder / "audit.json").read_text())
+    assert code == 1 and printed == kept
+    assert [push["name"] for push in printed["push"]["pushes"]] == ["scale"]
+    assert printed["push"]["recipe"]["lr"] == 0.01, "the run's own"
+    assert len(printed["push"]["pushes"][0]["growth_by_step"]) == 4
+
+
+def test_an_audit_without_a_push_says_so(audit, design):
+    assert json.loads(audit(design("raw"), "--json")[1])["push"] is None
+
+
+def test_a_push_takes_the_penalty_that_the_audit_is_told_of(audit, run_folder):
+    free, held = (
+        json.loads(audit(str(run_folder), "--push", "--push-steps", "40", "--norm-penalty", weight, "--json")[1])[
+            "push"
+        ]
+        for weight in ("0", "10")
+    )
+    assert held["twin_loss"] > free["twin_loss"]
+    assert held["pushes"][0]["growth"] < free["pushes"][0]["growth"]
+
+
+def test_an_interrupted_push_leaves_the_audit_behind(audit, run_folder, monkeypatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loopscope.verbs.pushes.push", interrupted)
+    code, out, err = audit(str(run_folder), *PUSH)
+    assert code == 130 and not out and "interrupted" in err
+    assert json.loads((run_folder / "audit.json").read_text())["push"] is None
+
+
+def test_a_push_of_no_steps_is_refused(audit, design):
+    code, _, err = audit(design("raw"), "--push", "--push-steps", "0")
+    assert code == 2 and "--push-steps" in err

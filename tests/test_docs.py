@@ -116,7 +116,8 @@ def test_every_json_field_is_documented(arguments, capsys):
 
 def test_every_field_of_an_audit_is_documented(capsys):
     quick = ["--states", "1", "--prefix", "4", "--tokens", "32", "--loops", "5"]
-    assert main(["audit", "preset:demo", "--json", *quick]) == 1
+    push = ["--push", "--push-steps", "1"]
+    assert main(["audit", "preset:demo", "--json", *quick, *push]) == 1
 
     def keys(value):
         if isinstance(value, dict):

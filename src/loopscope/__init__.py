@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loopscope.auditing.audit import AuditOptions
     from loopscope.auditing.clamp import clamped
+    from loopscope.auditing.push import PushOptions, PushResult
     from loopscope.auditing.result import AuditResult
     from loopscope.auditing.watch import watch
     from loopscope.config import Config, ModelConfig, ObjectiveConfig, TargetConfig, load_config
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from loopscope.targets import open_target as open
     from loopscope.verbs.audits import audit
     from loopscope.verbs.evaluation import evaluate
+    from loopscope.verbs.pushes import push
     from loopscope.verbs.remedies import remedy
     from loopscope.verbs.training import train
 
@@ -55,6 +57,7 @@ __version__ = "0.1.0"
 _HOME = {
     "loopscope.auditing.audit": ("AuditOptions",),
     "loopscope.auditing.clamp": ("clamped",),
+    "loopscope.auditing.push": ("PushOptions", "PushResult"),
     "loopscope.auditing.result": ("AuditResult",),
     "loopscope.auditing.watch": ("watch",),
     "loopscope.config": ("Config", "ModelConfig", "ObjectiveConfig", "TargetConfig", "load_config"),
@@ -72,6 +75,7 @@ _HOME = {
     "loopscope.targets": ("Opened", "load", "open_target"),
     "loopscope.verbs.audits": ("audit",),
     "loopscope.verbs.evaluation": ("evaluate",),
+    "loopscope.verbs.pushes": ("push",),
     "loopscope.verbs.remedies": ("remedy",),
     "loopscope.verbs.training": ("train",),
 }
@@ -98,6 +102,8 @@ __all__ = [
     "ObjectiveResult",
     "Opened",
     "OwnLosses",
+    "PushOptions",
+    "PushResult",
     "ReadoutLoss",
     "ScaleAnchor",
     "Scheduled",
@@ -116,6 +122,7 @@ __all__ = [
     "norm_penalty",
     "open",
     "preset",
+    "push",
     "reference_cross_entropy",
     "remedy",
     "run_loops",

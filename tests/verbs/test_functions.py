@@ -242,3 +242,60 @@ def test_the_names_of_a_checkpoints_tensors_are_those_of_the_version_before(text
     ls.train(configure(text, model={**model, "share_readout_norm": True}, training={"steps": 1}), tmp_path / "run")
     names = checkpoint.load(tmp_path / "run/checkpoints/step-00000001").model_tensors().keys()
     assert names == {f"{name}.weight" for name in OLD_TENSORS} | {"exit_gate.bias"}
+
+
+# --- push ------------------------------------------------------------------------------------------------------------
+
+PUSH = ls.PushOptions(warm_up=2, steps=3)
+
+
+def test_a_push_of_a_run_is_made_on_its_training_text_with_its_recipe(run):
+    result = ls.push(run, options=PUSH)
+    assert result.model == str(run) and result.recipe.lr == 0.01 and not result.notes
+    assert ls.push(run, options=PUSH).to_json() | {"seconds": 0} == result.to_json() | {"seconds": 0}
+    assert ls.push(run, options=PUSH, lr=0.1).recipe.lr == 0.1
+
+
+def test_a_push_of_a_design_fits_the_tokenizer_that_its_training_would(text):
+    config = configure(text)
+    opened = replace(ls.open("preset:demo"), name="mine", config=config, model=ls.build(config.model, seed=0))
+    assert ls.push(opened, options=PUSH).notes == []
+
+
+def test_a_push_of_strangers_needs_no_configuration(theirs):
+    result = ls.push(theirs(), options=PUSH)
+    assert "random token ids" in result.notes[0]
+    assert result.recipe.lr == TrainingConfig().lr
+
+
+def test_fields_and_sizes_of_the_users_own_are_pushed(run):
+    model, ids = ls.open(run).model, torch.randint(256, (2, 12))
+    result = ls.push(
+        model,
+        [ids] * 5,
+        variables=["scale", "first"],
+        fields={"first": lambda h: torch.eye(16)[0].expand_as(h)},
+        sizes={"last two": lambda h: h[..., -2:].norm(dim=-1)},
+        options=PUSH,
+    )
+    assert [push.name for push in result.pushes] == ["scale", "first", "last two"]
+    assert all(push.growth > 1 for push in result.pushes)
+
+
+def test_what_cannot_be_pushed_is_told(run):
+    model = ls.open(run).model
+    with pytest.raises(ConfigError, match=r"did you mean 'scale'"):
+        ls.push(run, variables=["scales"])
+    with pytest.raises(ConfigError, match="takes batches"):
+        ls.push(model)
+
+
+def test_a_push_and_an_audit_that_disagree_say_so(run):
+    from loopscope.verbs.pushes import with_push
+
+    audited, pushed = ls.audit(run, options=QUICK), ls.push(run, options=PUSH)
+    assert audited.variable("scale").verdict == "blind"
+    (still,) = (replace(push, growth=1.1) for push in pushed.pushes)
+    assert "moved it only 1.1-fold" in with_push(audited, replace(pushed, pushes=[still])).checks["notes"][-1]
+    far = replace(still, growth=50.0)
+    assert with_push(audited, replace(pushed, pushes=[far])).checks == audited.checks

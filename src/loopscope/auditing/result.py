@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from loopscope.auditing.activity import LoopActivity
+from loopscope.auditing.push import PushResult
 from loopscope.files import without_nan
 
 SCHEMA_VERSION = 1
@@ -94,6 +95,8 @@ class AuditResult:
     heaviest_tokens: list[dict[str, Any]]
     checks: dict[str, Any] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
+    push: PushResult | None = None
+    """The push test, where it was asked for."""
 
     def variable(self, name: str) -> Variable:
         """The variable of that name."""
@@ -102,4 +105,5 @@ class AuditResult:
     def to_json(self) -> dict[str, Any]:
         """audit.json; numbers that are not finite become null."""
         plain = {**asdict(self), "loops": [loop.to_json() for loop in self.loops]}
+        plain["push"] = None if self.push is None else self.push.to_json()
         return without_nan({"schema_version": SCHEMA_VERSION, **plain})

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from loopscope.auditing.audit import AuditOptions, Supervised
+    from loopscope.auditing.push import PushResult
     from loopscope.auditing.result import AuditResult
     from loopscope.objectives.terms import Term
     from loopscope.targets import Opened
@@ -50,6 +51,11 @@ class Audit:
     """How reachability is decided: whole Jacobians of a loop, or products with them."""
     seed: int = 0
     """Which states are drawn; for an untrained model, also its weights."""
+    push: bool = False
+    """Test the verdicts on a copy of the weights: reward scale and every blind field for growing, for a few dozen
+    training steps, and say how far they went and what the objective paid."""
+    push_steps: int = 80
+    """Steps with the reward, and as many without, after three quarters as many of warm-up."""
     out: Path | None = None
     """Where to write audit.json; by default into the run folder, and nowhere for other targets."""
     json: bool = False
@@ -65,10 +71,11 @@ examples:
   loopscope audit runs/nano-per-loop-rmsnorm-s42   a run, on its validation text, under its own objective
   loopscope audit downloads/Ouro-1.4B              somebody's checkpoint: config.json and safetensors
   loopscope audit my_package.my_model:build --supervised terminal
+  loopscope audit runs/mine --push                 does a blind variable run when it is rewarded?
   loopscope audit runs/mine --json > audit.json"""
 
     def __post_init__(self) -> None:
-        for name in ("states", "tokens", "loops"):
+        for name in ("states", "tokens", "loops", "push_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError.of(name, getattr(self, name), "must be at least 1")
         if self.prefix < 2:
@@ -83,6 +90,10 @@ examples:
         from loopscope.verbs.audits import audit
 
         opened = open_target(self.target, seed=self.seed)
+        if self.push:
+            from loopscope.auditing.trial import trainable
+
+            trainable(opened.model, "--push")
         with progress(total=3 + self.states, every=4) as advance:
             result = audit(
                 opened,
@@ -96,7 +107,11 @@ examples:
             )
         out = self.out or (opened.run.path / "audit.json" if opened.run is not None and opened.is_newest else None)
         if out is not None:
-            write_json(out, result.to_json())
+            write_json(out, result.to_json())  # an interrupted push leaves the audit behind
+        if self.push:
+            result = self._pushed(opened, result)
+            if out is not None:
+                write_json(out, result.to_json())
         if self.json:
             print_text(json.dumps(result.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
         else:
@@ -115,6 +130,31 @@ examples:
             method=self.method,
             seed=self.seed,
         )
+
+    def _pushed(self, opened: Opened, result: AuditResult) -> AuditResult:
+        """The audit with a push of scale and of every field that it calls blind."""
+        from loopscope.auditing.push import PushOptions
+        from loopscope.auditing.visibility import FIELDS
+        from loopscope.verbs.pushes import push, with_push
+
+        blind = [each.name for each in result.variables if each.verdict == "blind"]
+        variables = [name for name in FIELDS if name == "scale" or name in blind]
+        options = PushOptions(steps=self.push_steps, warm_up=3 * self.push_steps // 4)
+        total = options.total_steps(len(variables))
+        with progress(total=total, every=max(1, total // 8)) as advance:
+            pushed = push(
+                opened,
+                variables=variables,
+                supervised=parse_supervised(self.supervised),
+                terms=self._terms(opened),
+                data=self.data,
+                tokenizer=self.tokenizer,
+                options=options,
+                seed=self.seed,
+                progress=lambda what, _: advance(f"push: {what}"),
+                say=say,
+            )
+        return with_push(result, pushed)
 
     def _terms(self, opened: Opened) -> list[Term] | None:
         """The target's own terms, with the penalty of --norm-penalty instead of its own."""
@@ -145,11 +185,14 @@ def print_audit(result: AuditResult, stage: str = "untrained") -> None:
     print_text(f"verdict: {result.verdict.upper()}. {result.summary}\n")
     print_tables(_variables(result), _loops(result))
     print_text(_plots(result))
+    if result.push is not None:
+        print_tables(_pushes(result.push))
     for variable in result.variables:
         if variable.remedy is not None:
             flag = f" ({variable.flag})" if variable.flag else ""
             print_text(f"remedy for {variable.name}: {variable.remedy}{flag}")
-    for note in result.checks["notes"]:
+    notes = [*result.checks["notes"], *(() if result.push is None else result.push.notes)]
+    for note in dict.fromkeys(notes):
         print_text(f"note: {note}")
 
 
@@ -176,6 +219,20 @@ def _loops(result: AuditResult) -> Table:
         cells = [_cell(value) for value in (*numbers, at.angular_step_times_scale)]
         table.add_row(f"{at.k}{'*' if loop.supervised else ''}", *cells)
     table.caption = "* supervised"
+    return table
+
+
+def _pushes(pushed: PushResult) -> Table:
+    from rich.table import Table
+
+    options = pushed.options
+    table = Table(title="push test", title_justify="left")
+    for name in ("variable", "growth", "the objective paid", "size", "without the reward"):
+        table.add_column(name, justify="left" if name == "variable" else "right")
+    for push in pushed.pushes:
+        growth = f"{push.growth:.3g}-fold{' (ran)' if push.is_far else ''}"
+        table.add_row(push.name, growth, f"{push.paid:+.3f} nats", _cell(push.size), _cell(push.twin_size))
+    table.caption = f"reward {options.weight:g}·log size, {options.steps} steps after {options.warm_up}"
     return table
 
 
