@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import tyro
 from tyro.conf import Positional
 
-from loopscope.cli.terminal import print_tables, print_text, progress, say, sparkline
+from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
+from loopscope.cli.terminal import SCHEMA_VERSION, print_tables, print_text, progress, say, sparkline
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
-from loopscope.runs import write_json
+from loopscope.errors import ConfigError, LoopscopeError
+from loopscope.runs import write_atomically, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +30,9 @@ if TYPE_CHECKING:
 class Audit:
     """Flags of `loopscope audit`."""
 
-    target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file, or
-    package.module:factory."""
+    targets: Positional[tuple[str, ...]]
+    """Run folders, checkpoints, Hugging Face folders, hf:ORG/NAME, preset:NAME, configuration files, or
+    package.module:factory: one in full, of several a line for every finding."""
     supervised: str | None = None
     """Loops that get cross-entropy: every-loop, terminal, or 1,3; by default what the target says."""
     norm_penalty: float | None = None
@@ -50,24 +53,32 @@ class Audit:
     """How reachability is decided: whole Jacobians of a loop, or products with them."""
     seed: int = 0
     """Which states are drawn; for an untrained model, also its weights."""
-    out: Path | None = None
-    """Where to write audit.json; by default into the run folder, and nowhere for other targets."""
+    format: Literal["table", "json", "sarif", "junit"] = "table"
+    """What is printed: tables, audit.json, SARIF 2.1.0 for code scanning, or JUnit XML for test reports."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
+    """Where to write audit.json; by default into the run folder, and nowhere for other targets. With --format sarif or
+    junit: where to write that document, so that tables are printed."""
     json: bool = False
-    """Print audit.json instead of tables."""
+    """Short for --format json."""
 
     help: ClassVar[str] = """Find the state variables that a loop carries and no loss sees. Exit code 1 on a blind spot,
 and where none can be ruled out.
 
-Works on trained and on untrained models; put `loopscope audit my-config.yaml` into your CI.
+Works on trained and on untrained models; put `loopscope audit my-config.yaml` into your CI (docs/pipeline.md).
 
 examples:
   loopscope audit preset:nano                      a design, before anybody trains it
   loopscope audit runs/nano-per-loop-rmsnorm-s42   a run, on its validation text, under its own objective
   loopscope audit downloads/Ouro-1.4B              somebody's checkpoint: config.json and safetensors
   loopscope audit my_package.my_model:build --supervised terminal
-  loopscope audit runs/mine --json > audit.json"""
+  loopscope audit runs/mine --json > audit.json
+  loopscope audit configs/*.yaml --format sarif -o loopscope.sarif"""
 
     def __post_init__(self) -> None:
+        if not self.targets:
+            raise ConfigError("name at least one target: loopscope audit preset:nano")
+        if self.json and self.format not in ("table", "json"):
+            raise ConfigError(f"--json and --format {self.format} ask for two formats; choose one")
         for name in ("states", "tokens", "loops"):
             if getattr(self, name) < 1:
                 raise ConfigError.of(name, getattr(self, name), "must be at least 1")
@@ -78,11 +89,38 @@ examples:
             ObjectiveConfig(norm_penalty=self.norm_penalty)  # refuses what is no weight, before anything is opened
 
     def run(self) -> int:
-        """Audit, write audit.json, print."""
+        """Audit every target, write what is to be written, print."""
+        audits, stages = [], []
+        for target in self.targets:
+            try:
+                audited, stage = self._audit(target)
+            except LoopscopeError as error:  # what can be said of the other targets is said
+                said = str(error) if target in str(error) or len(self.targets) == 1 else f"{target}: {error}"
+                say(f"error: {said}")
+                audited, stage = Audited(target, None, error=str(error)), ""
+            audits.append(audited)
+            stages.append(stage)
+        chosen = "json" if self.json else self.format
+        document = {"sarif": _sarif, "junit": junit}.get(chosen, _json)(audits)
+        if self.out is not None and document is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.out, document)
+        result = audits[0].result
+        if chosen != "table" and (self.out is None or chosen == "json"):
+            if document is not None:
+                print_text(document)
+        elif len(audits) > 1:
+            print_text("\n".join(lines(audits)))
+        elif result is not None:
+            print_audit(result, stages[0])
+        return exit_code(audits)
+
+    def _audit(self, target: str) -> tuple[Audited, str]:
+        """The audit of one target, left beside its run unless --out takes audit.json elsewhere; with its stage."""
         from loopscope.targets import open_target
         from loopscope.verbs.audits import audit
 
-        opened = open_target(self.target, seed=self.seed)
+        opened = open_target(target, seed=self.seed)
         with progress(total=3 + self.states, every=4) as advance:
             result = audit(
                 opened,
@@ -94,14 +132,11 @@ examples:
                 progress=lambda what, _: advance(what),
                 say=say,
             )
-        out = self.out or (opened.run.path / "audit.json" if opened.run is not None and opened.is_newest else None)
-        if out is not None:
-            write_json(out, result.to_json())
-        if self.json:
-            print_text(json.dumps(result.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
-        else:
-            print_audit(result, opened.stage)
-        return EXIT_OK if result.verdict == "controlled" else EXIT_FINDINGS
+        goes_elsewhere = self.out is not None and self.format in ("table", "json")
+        if opened.run is not None and opened.is_newest and not goes_elsewhere:
+            write_json(opened.run.path / "audit.json", result.to_json())
+        file = Path(target) if Path(target).is_file() else None if opened.run is None else opened.run.config_path
+        return Audited(target, result, file), opened.stage
 
     def options(self) -> AuditOptions:
         """How much is looked at."""
@@ -123,6 +158,23 @@ examples:
         if self.norm_penalty is None:
             return None
         return terms_of(replace(opened.objective or ObjectiveConfig(), norm_penalty=self.norm_penalty))
+
+
+def _json(audits: Sequence[Audited]) -> str | None:
+    """audit.json of one target, nothing where it has none; of several, a list of them and of what went wrong."""
+    results = [one.result.to_json() for one in audits if one.result is not None]
+    if len(audits) == 1:
+        return _text(results[0]) if results else None
+    mistakes = [{"target": one.target, "message": one.error} for one in audits if one.result is None]
+    return _text({"schema_version": SCHEMA_VERSION, "audits": results, "errors": mistakes})
+
+
+def _sarif(audits: Sequence[Audited]) -> str:
+    return _text(sarif(audits))
+
+
+def _text(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def parse_supervised(text: str | None) -> Supervised:

@@ -179,18 +179,16 @@ def remedy(
     if fixed is not None and opened.tokenizer is None:
         raise ConfigError(f"{opened.name} has no tokenizer to fine-tune it on text with; name one with --tokenizer")
 
-    def measured(what: Opened, when: str) -> Measured:
+    def measured(what: Opened, if_not_finite: str) -> Measured:
         scores = evaluate(what, batch=1, max_tokens=EVALUATED_ROWS * what.sequence_length, say=say).scores
         for score in scores.depths:  # an audit of such a model would look for the fault in its derivatives
             if not all(number is not None and math.isfinite(number) for number in (score.ce, score.norm)):
-                raise RunError(
-                    f"{what.name} {when}: cross-entropy {score.ce} and norm {score.norm} at loop {score.k}, so there "
-                    f"is nothing to compare"
-                )
+                seen = f"cross-entropy {score.ce} and norm {score.norm} at loop {score.k}"
+                raise RunError(f"{what.name} has {seen}, so there is nothing to compare: {if_not_finite}")
         return Measured(audit(what, options=options, progress=progress, say=say), scores)
 
     say(f"auditing {opened.name}")
-    before = measured(opened, "is not finite before any fix")
+    before = measured(opened, "no fix mends that")
     if before.audit.verdict != "blind-spot":
         say(f"{opened.name} is {before.audit.verdict}: there is no blind spot to fix. {before.audit.summary}")
     if fixed is None:
@@ -206,8 +204,8 @@ def remedy(
             )
         after_opened = open_target(place)
     say("auditing the model with the fix")
-    diverged = "is not finite" if fixed is None else f"diverged with --lr {fixed.training.lr:g}; try a smaller one"
-    after = measured(after_opened, diverged)
+    smaller = "" if fixed is None else f"; try a smaller --lr than {fixed.training.lr:g}, into another --out"
+    after = measured(after_opened, f"the fix broke it{smaller}")
     outcome, reasons = judge(before, after)
     result_ = Remedied(how, before, after, place, outcome, reasons)
     place.mkdir(parents=True, exist_ok=True)
