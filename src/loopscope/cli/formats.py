@@ -98,10 +98,14 @@ class Finding:
     free_range: float | None = None
 
     @property
+    def said(self) -> str:
+        """What was found."""
+        return f"{self.name} is blind: {self.evidence}" if self.rule is BLIND else self.evidence
+
+    @property
     def message(self) -> str:
-        """In one line."""
-        said = f"{self.name} is blind: {self.evidence}" if self.rule is BLIND else self.evidence
-        return said if self.remedy is None else f"{said}. Remedy: {self.remedy}"
+        """The same with the remedy."""
+        return self.said if self.remedy is None else f"{self.said}. Remedy: {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,9 @@ def lines(audits: Sequence[Audited]) -> Iterator[str]:
     for one in audits:
         for finding in one.findings():
             where = one.target if finding.place is None else f"{one.file}:{finding.place.line}"
-            yield f"{where}: {finding.rule.level}: {finding.message}"
+            yield f"{where}: {finding.rule.level}: {finding.said}"
+            if finding.remedy is not None:
+                yield f"  remedy: {finding.remedy}"
         if one.result is not None and not one.findings():
             yield f"{one.target}: {one.result.verdict}: {one.result.summary}"
     counts = Counter("not audited" if one.result is None else one.result.verdict for one in audits)

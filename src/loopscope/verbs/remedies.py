@@ -29,8 +29,8 @@ EVALUATED_ROWS = 64
 """Sequences that the exits are measured on."""
 WORSE_PERPLEXITY = 0.01
 """Share of perplexity that a fix may cost: what the audit calls noticed."""
-HELD_SCALE = 3.0
-"""A state within threefold of scale 1 has not run: the range up to which the audit calls a variable visible."""
+HELD_SCALE = 5.0
+"""A state within fivefold of scale 1 has not run. The paper's penalty holds it at 3 to 4; alarms begin at tenfold."""
 CAME_DOWN = 2.0
 """A norm that has changed by less than this factor has not moved for good: where the monitor's alarm begins, too."""
 
@@ -88,9 +88,9 @@ def judge(before: Measured, after: Measured) -> tuple[Outcome, tuple[str, ...]]:
     """What came of a fix, with its reasons: verdict, norm and perplexity have to agree.
 
     fixed        the audit found a blind spot before and none after; where scale was blind, ‖h_K‖ has halved or is at
-                 most 3·√d; and CE at every supervised loop rose by at most ln 1.01, on the same held-out text
+                 most 5·√d; and CE at every supervised loop rose by at most ln 1.01, on the same held-out text
     controlled   the same, but no blind spot had been found before
-    worse        ‖h_K‖ grew (twofold, where scale was not blind) and is above 3·√d, or perplexity is more than 1 % worse
+    worse        ‖h_K‖ grew (twofold, where scale was not blind) and is above 5·√d, or perplexity is more than 1 % worse
     undecided    nothing is worse, and the audit after the fix could not decide
     unfinished   nothing is worse, but something is still blind, or ‖h_K‖ has come down by less than half
 
@@ -125,7 +125,10 @@ def _judge_norm(before: Measured, after: Measured) -> tuple[str | None, bool]:
     if now > was:
         return f"the norm went up: {_norms(before, after)}; it needs more --steps, or another fix (--how)", True
     if now > was / CAME_DOWN:
-        return f"{_norms(before, after)}, not down to half of it or to {held:.3g} (scale 3): more --steps", False
+        return (
+            f"{_norms(before, after)}, not down to half of it or to {held:.3g} (scale {HELD_SCALE:g}): more --steps",
+            False,
+        )
     return None, False
 
 
@@ -143,13 +146,15 @@ def _dearer_exits(before: Measured, after: Measured) -> list[str]:
     if old.perplexity is None or new.perplexity is None:
         change = f"CE {old.ce:.4g} → {new.ce:.4g}"
     else:
-        change = f"+{math.expm1(rise):.1%}, {old.perplexity:.4g} → {new.perplexity:.4g}"
+        by = f"+{100 * math.expm1(rise):.1f} %" if rise < math.log(2) else f"{math.exp(rise):.3g}-fold"
+        change = f"{by}, {old.perplexity:.4g} → {new.perplexity:.4g}"
     others = f"; {len(dearer)} of {len(exits)} supervised loops are more than 1 % worse" if len(exits) > 1 else ""
     return [f"perplexity at loop {old.k} got worse ({change}){others}"]
 
 
 def _norms(before: Measured, after: Measured) -> str:
-    return f"‖h_{after.scores.depths[-1].k}‖ {before.last_norm:.4g} → {after.last_norm:.4g}"
+    scale = after.last_norm / math.sqrt(after.audit.model.width)
+    return f"‖h_{after.scores.depths[-1].k}‖ {before.last_norm:.4g} → {after.last_norm:.4g} (scale {scale:.2g})"
 
 
 def remedy(
