@@ -67,6 +67,8 @@ RULES = (
     ),
 )
 BLIND, UNDECIDED = RULES
+WHOLE = "verdict"
+"""What a finding about an audit as a whole is called."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Finding:
 
     rule: Rule
     name: str
-    """The variable, or `verdict` for an audit as a whole."""
+    """The variable, or WHOLE."""
     evidence: str
     remedy: str | None
     place: Place | None
@@ -100,7 +102,7 @@ class Finding:
     @property
     def said(self) -> str:
         """What was found."""
-        return f"{self.name} is blind: {self.evidence}" if self.rule is BLIND else self.evidence
+        return self.evidence if self.name == WHOLE else f"{self.name} is blind: {self.evidence}"
 
     @property
     def message(self) -> str:
@@ -126,15 +128,15 @@ class Audited:
         if blind:
             return [self._blind(variable) for variable in blind]
         rule = UNDECIDED if self.result.verdict == "undecided" else BLIND
-        return [Finding(rule, "verdict", self.result.summary, None, self._place(("model",)))]
+        return [Finding(rule, WHOLE, self.result.summary, None, self._place(("model",)))]
 
     def _blind(self, variable: Variable) -> Finding:
-        setting = _setting(variable.flag)
-        remedy = variable.remedy
+        setting, remedy = _setting(variable.flag), variable.remedy
+        keys = [("model", "readout"), ("model",), ("objective",)]
+        if setting is not None:
+            keys.insert(1, setting.key)
         if remedy is not None and variable.flag is not None:
-            is_written = self.file is not None and setting is not None
-            remedy += f"; for instance {_written(*setting) if is_written else variable.flag}"
-        keys = [("model", "readout"), *([] if setting is None else [setting[0]]), ("model",), ("objective",)]
+            remedy += f"; for instance {variable.flag if setting is None or self.file is None else setting}"
         return Finding(BLIND, variable.name, variable.evidence, remedy, self._place(*keys), variable.free_range)
 
     def _place(self, *keys: tuple[str, ...]) -> Place | None:
@@ -172,18 +174,26 @@ def _line_in(node: yaml.Node | None, key: tuple[str, ...]) -> int | None:
     return line
 
 
-def _setting(flag: str | None) -> tuple[tuple[str, str], str] | None:
-    """`--norm-penalty 0.01` as (("objective", "norm_penalty"), "0.01"), the place in a configuration and the value."""
+@dataclass(frozen=True)
+class Setting:
+    """A field of a configuration with a value."""
+
+    key: tuple[str, ...]
+    value: str
+
+    def __str__(self) -> str:
+        section, name = self.key
+        return f"{section}: {{{name}: {self.value}}}"
+
+
+def _setting(flag: str | None) -> Setting | None:
+    """`--norm-penalty 0.01` as a configuration has it: objective: {norm_penalty: 0.01}."""
     typed, _, value = (flag or "").partition(" ")
     name = typed.removeprefix("--").replace("-", "_")
     for section, config in (("model", ModelConfig), ("objective", ObjectiveConfig)):
         if any(field.name == name for field in dataclasses.fields(config)):
-            return (section, name), value
+            return Setting((section, name), value)
     return None
-
-
-def _written(key: tuple[str, str], value: str) -> str:
-    return f"{key[0]}: {{{key[1]}: {value}}}"
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------
