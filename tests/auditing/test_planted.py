@@ -9,6 +9,7 @@ import torch
 
 import loopscope as ls
 import planted
+from cases import plain
 
 SLOW = "large vocabulary"
 SMALL = [case for case in planted.CASES if case.width <= 32 and case.kind.name != SLOW]
@@ -20,9 +21,10 @@ def test_the_audit_finds_the_derived_dimension_and_verdicts(case):
     row = planted.examine(case, QUICK)
     kind = case.kind
     assert row.found == kind.blind
-    assert row.alarm == (kind.blind > 0)
+    assert row.verdict == kind.verdict
     assert kind.scale in (None, row.scale)
     assert kind.mean in (None, row.mean)
+    assert row.verdicts_right
     assert row.agreement > 0.6, "the dimension is a property of the design, not of a lucky state"
 
 
@@ -38,9 +40,10 @@ def row(case, **changes):
         case=case,
         found=case.kind.blind,
         agreement=1.0,
-        alarm=case.kind.blind > 0,
+        verdict=case.kind.verdict,
         scale=case.kind.scale,
         mean=case.kind.mean,
+        tensors={name: {verdict} for name, verdict in case.kind.tensors.items()},
         norm_alarm=False,
         head_null=0,
         seconds=0.1,
@@ -53,8 +56,8 @@ def row(case, **changes):
     [
         ({}, 0, "1/1 dimensions right, 1/1 verdicts right, 0 false alarms"),
         ({"found": 1}, 1, "WRONG DIMENSION"),
-        ({"alarm": True}, 1, "1 false alarms"),
-        ({"scale": "blind"}, 1, "WRONG VERDICT: scale visible"),
+        ({"verdict": "blind-spot"}, 1, "1 false alarms"),
+        ({"scale": "blind"}, 1, "WRONG VERDICT: controlled, scale visible"),
         ({"mean": "inert"}, 1, "WRONG VERDICT"),
     ],
 )
@@ -87,7 +90,7 @@ def test_the_head_comparator_counts_the_null_space_of_the_centred_head():
 
 
 def test_a_planted_model_is_the_same_every_time():
-    first, second = planted.rmsnorm_readout_trained(16), planted.rmsnorm_readout_trained(16)
+    first, second = plain.rmsnorm_readout_trained(16), plain.rmsnorm_readout_trained(16)
     assert torch.equal(first.ids(), second.ids())
     states = [ls.run_loops(planted_.model, first.ids()).states[-1].h_BTD for planted_ in (first, second)]
     assert torch.equal(*states)

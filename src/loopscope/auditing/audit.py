@@ -5,7 +5,6 @@ Shape legend: B batch, T tokens, D width, V vocabulary, K loops.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity
 
 from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.activity import loop_activity, motion
+from loopscope.auditing.derivative_checks import check_derivatives
+from loopscope.auditing.derivatives import with_the_same_noise
 from loopscope.auditing.free_range import FreeRange, Objections
 from loopscope.auditing.interventions import CLAMPED, INTERVENTIONS, intervened_cross_entropy
-from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject
-from loopscope.auditing.search import LATER_LOOPS, Search, audited_loops, carried_on, unit_fields
-from loopscope.auditing.token_maps import Map, TokenMaps, push, token_maps, with_the_same_noise
+from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject, Variable
+from loopscope.auditing.search import LATER_LOOPS, Search, audited_loops, carried_on, channel_sizes
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.auditing.visibility import (
     ALPHAS,
@@ -34,6 +33,7 @@ from loopscope.auditing.visibility import (
     mean_cross_entropy,
     raw_readout_control,
 )
+from loopscope.auditing.window import Carried, Windows, windows
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, DataError, ProtocolError
 from loopscope.machine import check_bf16_products
@@ -47,16 +47,11 @@ Progress = Callable[[str, float], None]
 
 SHARE_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 HEAVIEST = 5
-PRINCIPAL_COMPONENTS = 4
+TOKENS_AFTER = 5
+"""Tokens after an audited one that are asked what they read of it: one more than the loops a direction is followed."""
 ROWS_DEPEND = (
     "the rows of a batch depend on one another (batch statistics?): every state was searched as a batch of its own"
 )
-DERIVATIVE_WRONG = 0.3
-"""Relative difference from which a derivative is not that of the function."""
-COARSE_STEPS = (1e-2, 1e-1, 3e-1, 1.0)
-"""Changes, in lengths of the state, that show where a function goes which jumps at smaller ones."""
-COARSE_AGREEMENT = 0.5
-"""Cosine of such a change and the declared derivative: one bit per channel still gives 0.6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +206,7 @@ def _measure(run: _Run) -> dict[str, Any]:
     objections = Objections(run.model, states, run.weights, run.terms, gated=run.gated)
     audited = audited_loops(run.supervised)
     ranges = {name: objections.free_range(of, audited) for name, of in run.fields.items()}
-    parts["search"] = _search(run, ranges)
+    parts["search"] = _search(run, states, objections, ranges, parts["causal"])
     return parts
 
 
@@ -359,16 +354,20 @@ def _heaviest(ids_BT: Tensor, h_BTD: Tensor) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _search(run: _Run, ranges: dict[str, FreeRange]) -> tuple[BlindDirections, list[Any]]:
-    """Sample prefixes, examine each, and sum up."""
+def _search(
+    run: _Run, states: list[LoopState], objections: Objections, ranges: dict[str, FreeRange], causal: bool
+) -> tuple[BlindDirections, list[Variable]]:
+    """Sample tokens, examine each, and sum up."""
     options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
-    count = min(options.states, run.ids_BT.numel())
-    rows, lengths = _prefixes(run.ids_BT, options, count, generator)
-    width = run.model.embed(run.ids_BT[:1, :1]).h_BTD.shape[-1]
+    carried = Carried.of(states[: run.model.num_loops + 1])
+    run.notes.extend(carried.skipped)
+    places = _places(run.ids_BT, options, generator)
+    width = states[0].h_BTD.shape[-1] + sum(part.width for part in carried.searched)
     search = Search(
         run.model,
-        run.weights,
+        objections.mean_weights(),
         run.terms,
+        channels=channel_sizes(states, carried, run.supervised),
         matrix_free=options.matrix_free(width),
         seed=options.seed,
         runnable=run.runnable,
@@ -379,32 +378,38 @@ def _search(run: _Run, ranges: dict[str, FreeRange]) -> tuple[BlindDirections, l
         run.notes.append(f"of the {len(every)} loops whose state goes on, {len(search.audited)} were searched: {loops}")
     findings: verdicts.Findings = []
     row_by_row = False
-    states_at: dict[int, list[Tensor]] = {k: [] for k in search.audited}
-    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        run.progress("search", 0.4 + 0.6 * index / count)
-        token = _token(run, search, run.ids_BT[row, :length], row_by_row)
+    for index, (row, position, end) in enumerate(places):
+        share = partial(_report, run.progress, index, len(places))
+        share(0.0)
+        around = _around(run, search, run.ids_BT[row, :end], position, carried, causal, row_by_row)
         if index == 0:
-            if row_by_row := token.rows_depend_on_one_another():
-                token = replace(token, row_by_row=True)
+            if row_by_row := around.alone.rows_depend_on_one_another():
+                around = around.row_by_row()
                 run.notes.append(ROWS_DEPEND)
-            _check_derivatives(run, token)
-        findings.append(search.examine(token, run.fields, ranges))
-        for k in search.audited:
-            states_at[k].append(token.h_D(k).double())
-    components_DC = _principal_components(torch.stack([h_D for states in states_at.values() for h_D in states]))
-    found = verdicts.blind_directions(findings, components_DC, states_at)
+            if (note := check_derivatives(around.alone, run.fields)) is not None:
+                run.notes.append(note)
+        findings.append(search.examine(around, run.fields, ranges, share))
     _doubt_unread_states(run, findings)
     _doubt_rounding(run, findings)
     _note_disputes(run, findings)
-    return found, verdicts.variables(findings, found, ranges)
+    return verdicts.judge(findings, ranges, carried.constant)
 
 
-def _token(run: _Run, search: Search, ids_T: Tensor, row_by_row: bool) -> TokenMaps:
-    """One state to search; where no loop comes after the audited one, the last is run again in its stead."""
+def _report(progress: Progress, state: int, states: int, share: float) -> None:
+    progress("search", 0.4 + 0.6 * (state + share) / states)
+
+
+def _around(
+    run: _Run, search: Search, ids_T: Tensor, position: int, carried: Carried, causal: bool, row_by_row: bool
+) -> Windows:
+    """One token to search; where no loop comes after the audited one, the last is run again in its stead."""
+    around = partial(
+        windows, run.model, ids_T, position, search.deepest, carried=carried, causal=causal, row_by_row=row_by_row
+    )
     if not search.repeats:
-        return token_maps(run.model, ids_T, search.deepest, row_by_row=row_by_row)
+        return around()
     try:
-        return token_maps(run.model, ids_T, search.deepest, last_loop=run.runnable, row_by_row=row_by_row)
+        return around(last_loop=run.runnable)
     except Exception as error:
         raise ProtocolError(
             f"only loop {search.num_loops} is supervised, and nothing can be run after it ({type(error).__name__}: "
@@ -420,7 +425,7 @@ def _doubt_unread_states(run: _Run, findings: verdicts.Findings) -> None:
     which = f"loop {unread[0] + 1} does not depend on h_{unread[0]}"
     if len(unread) < len(findings[0]):
         run.notes.append(f"{which}: nothing of that state is carried on")
-    elif any(one[k].hidden.basis_DN.shape[1] for one in findings for k in unread):
+    elif any(one[k].hidden.basis_XH.shape[1] for one in findings for k in unread):
         run.doubts.append(
             f"no loop reads the state yet ({which}; an injection that starts with a weight of zero?), so what training "
             "will make it carry is not known; audit it after some steps"
@@ -457,88 +462,15 @@ def _note_disputes(run: _Run, findings: verdicts.Findings) -> None:
                 )
 
 
-def _prefixes(
-    ids_BT: Tensor, options: AuditOptions, count: int, generator: torch.Generator
-) -> tuple[list[int], list[int]]:
-    """Rows and lengths of the sampled prefixes: any row, half of the asked length to the whole."""
-    longest = min(options.prefix, ids_BT.shape[1])
+def _places(ids_BT: Tensor, options: AuditOptions, generator: torch.Generator) -> list[tuple[int, int, int]]:
+    """Tokens to search, as row, position and where the text that is run ends: some tokens after it, if there are."""
+    length = ids_BT.shape[1]
+    after = min(TOKENS_AFTER, length // 2)
+    longest = min(options.prefix, length - after)
+    count = min(options.states, ids_BT.numel())
     rows = torch.randint(len(ids_BT), (count,), generator=generator).tolist()
-    return rows, torch.randint((longest + 1) // 2, longest + 1, (count,), generator=generator).tolist()
-
-
-def _check_derivatives(run: _Run, token: TokenMaps) -> None:
-    """Derivatives against finite differences: a detach or no_grad inside would look like a removed variable."""
-    random_RD = torch.randn(4, len(token.h_D(0)), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    coarse = []
-    for k in range(1, run.model.num_loops + 1):
-        checks = {
-            f"loop {k}": (token.h_D(k - 1), partial(token.loop, k=k)),
-            f"readout at loop {k}": (token.h_D(k), partial(token.shown, k=k)),
-        }
-        for what, (h_D, function) in checks.items():
-            named_MD = unit_fields(run.fields, h_D).cpu()  # the search compares derivative and change along these
-            directions_RD = random_RD - random_RD @ torch.linalg.pinv(named_MD) @ named_MD
-            directions_RD = (directions_RD / directions_RD.norm(dim=-1, keepdim=True)).to(h_D)
-            directions_RD *= h_D.norm() if h_D.any() else len(h_D) ** 0.5  # a state may start from zeros
-            if not _passes_its_derivative(what, function, h_D, directions_RD):
-                coarse.append(what)
-    if coarse:
-        run.notes.append(
-            f"the {coarse[0]} changes in jumps (a cast to a coarse dtype, a straight-through quantisation?), "
-            f"{len(coarse)} of the {2 * run.model.num_loops} loops and readouts do: declared derivatives are believed"
-        )
-
-
-def _passes_its_derivative(what: str, function: Map, h_D: Tensor, directions_RD: Tensor) -> bool:
-    """True where small changes confirm the derivative, False where the function is too coarse for small ones.
-
-    A function is smooth here if its differences at two small steps agree; then they are its derivative, and another one
-    is an error. A coarse function (bf16 inside, a rounding with a straight-through derivative) jumps: its differences
-    at small steps are noise or zero. Over larger steps it must still move where its declared derivative points.
-    """
-    steps = (1e-5, 1e-4) if h_D.dtype == torch.float64 else (1e-2, 3e-2)
-    differences = [_difference(function, h_D, directions_RD, step) for step in (*steps, *COARSE_STEPS)]
-    small, less_small, *large = differences
-    nothing = 1e-6 * float(with_the_same_noise(function, h_D[None]).double().norm())
-    if not math.isfinite(nothing):
-        raise ProtocolError(f"the {what} makes NaN or infinity of a finite state h")
-    if all(float(difference.norm()) <= nothing for difference in differences):
-        return True
-    (tangents_RF,) = push(lambda h_RD: [function(h_RD)], h_D, directions_RD)
-    tangent = tangents_RF.double().flatten()
-    if not tangent.isfinite().all():
-        return True  # the search says so, and of which state
-    if float(small.norm()) > nothing and _close(tangent, small):
-        return True
-    smooth = float(small.norm()) > nothing and _close(small, less_small) and _close(less_small, small)
-    if smooth or not any(_points_the_same_way(tangent, difference) for difference in large):
-        raise ProtocolError(
-            f"the {what} depends on its state h but does not pass on its derivative (a detach or no_grad inside?): "
-            "nothing can be said about what it hides or carries"
-        )
-    return False
-
-
-def _difference(function: Map, h_D: Tensor, directions_RD: Tensor, step: float) -> Tensor:
-    """(f(h + step·v) − f(h − step·v))/(2·step) of all directions, each side with the same random numbers."""
-    ahead, behind = (with_the_same_noise(function, h_D + sign * step * directions_RD) for sign in (1, -1))
-    return ((ahead.double() - behind.double()) / (2 * step)).flatten()
-
-
-def _points_the_same_way(tangent: Tensor, difference: Tensor) -> bool:
-    """Roughly: as one bit per channel still does, and a derivative of which most is missing does not."""
-    share = float(tangent.norm()) / max(float(difference.norm()), 1e-300)
-    return float(cosine_similarity(tangent, difference, dim=0)) >= COARSE_AGREEMENT and 0.2 <= share <= 5
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return float((one - other).norm()) <= DERIVATIVE_WRONG * float(other.norm())
-
-
-def _principal_components(states_SD: Tensor) -> Tensor:
-    centred_SD = states_SD - states_SD.mean(0)
-    _, _, right = torch.linalg.svd(centred_SD, full_matrices=False)
-    return right[:PRINCIPAL_COMPONENTS].T
+    prefixes = torch.randint((longest + 1) // 2, longest + 1, (count,), generator=generator).tolist()
+    return [(row, prefix - 1, prefix + after) for row, prefix in zip(rows, prefixes, strict=True)]
 
 
 def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | None) -> Subject:
