@@ -9,7 +9,7 @@ import pytest
 
 from loopscope.cli import main
 from loopscope.cli.audit import parse_supervised
-from loopscope.cli.terminal import sparkline
+from loopscope.cli.terminal import progress, sparkline
 from loopscope.config import Config, ModelConfig
 from loopscope.errors import ConfigError
 from loopscope.verbs.remedies import remedied
@@ -211,3 +211,10 @@ def test_a_remedy_changes_the_named_thing_alone():
 def test_a_sparkline_goes_from_low_to_high_and_is_flat_for_equal_numbers():
     assert sparkline([0, 1, 2, 7]) == "▁▂▃█"
     assert len(set(sparkline([5.0, 5.0, 5.001]))) == 1
+
+
+def test_without_a_terminal_progress_is_told_once_halfway(capsys):
+    with progress("a model") as advance:
+        for share in (0.0, 0.3, 0.6, 0.7, 0.9):
+            advance("search", share)
+    assert capsys.readouterr().err == "loopscope: a model: 60%, search\n"

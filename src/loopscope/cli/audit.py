@@ -121,7 +121,7 @@ examples:
         from loopscope.verbs.audits import audit
 
         opened = open_target(target, seed=self.seed)
-        with progress(total=3 + self.states, every=4) as advance:
+        with progress(opened.name) as advance:
             result = audit(
                 opened,
                 supervised=parse_supervised(self.supervised),
@@ -129,7 +129,7 @@ examples:
                 data=self.data,
                 tokenizer=self.tokenizer,
                 options=self.options(),
-                progress=lambda what, _: advance(what),
+                progress=advance,
                 say=say,
             )
         goes_elsewhere = self.out is not None and self.format in ("table", "json")
