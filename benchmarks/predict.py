@@ -395,7 +395,8 @@ def report(out: Path) -> int:
     print(machine())
     print(f"{len(rows)} rows of {len(read_rows())}: {STEPS} steps of {BATCH} × {LENGTH} tokens; push {PUSH}\n")
     print(
-        "| row | variable | verdict | free range | drift a step | pushed | in lengths | reached | paid | peak | final | ran |"
+        "| row | variable | verdict | free range | drift a step | pushed | in lengths | reached | paid | peak "
+        "| final | ran |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for each in rows:
