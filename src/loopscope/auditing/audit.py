@@ -19,10 +19,12 @@ from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.activity import loop_activity, motion
 from loopscope.auditing.derivative_checks import check_derivatives
 from loopscope.auditing.derivatives import with_the_same_noise
+from loopscope.auditing.drift import TRIALS, affordable, drift
 from loopscope.auditing.free_range import FreeRange, Objections
 from loopscope.auditing.interventions import CLAMPED, INTERVENTIONS, intervened_cross_entropy
-from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject, Variable
+from loopscope.auditing.result import AuditResult, Loop, Subject, Variable
 from loopscope.auditing.search import LATER_LOOPS, Search, audited_loops, carried_on, channel_sizes
+from loopscope.auditing.trial import Recipe, TrialObjective, size_along, size_within
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.auditing.visibility import (
     ALPHAS,
@@ -35,7 +37,7 @@ from loopscope.auditing.visibility import (
 )
 from loopscope.auditing.window import Carried, Windows, keeps_its_cache, windows
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import ConfigError, DataError, ProtocolError
+from loopscope.errors import ConfigError, DataError, LoopscopeError, ProtocolError
 from loopscope.machine import check_bf16_products
 from loopscope.objectives.placement import exit_weights
 from loopscope.objectives.terms import Term
@@ -113,6 +115,7 @@ def audit(
     terms: Sequence[Term] = (),
     fields: dict[str, Field] | None = None,
     options: AuditOptions | None = None,
+    recipe: Recipe | None = None,
     name: str | None = None,
     step: int | None = None,
     progress: Progress = lambda *_: None,
@@ -121,7 +124,7 @@ def audit(
 
     `batches` are ids (B, T) or pairs of ids and targets; without targets, each token predicts the next. `supervised`
     says which loops get cross-entropy ("every-loop", "terminal" or a list), `terms` what else is in the loss, besides
-    the model's own losses.
+    the model's own losses. With a `recipe` of training, what is blind is also asked whether training drives it.
     The model comes back as it was.
     """
     started = time.perf_counter()
@@ -148,8 +151,48 @@ def audit(
             run = replace(run, notes=[], doubts=[], runnable=None)
             run.notes.append(f"the model does not run in {dtype}, so it was audited in its own dtype ({error})")
             parts = _measure(run)
+    if recipe is not None:
+        parts["search"] = _with_drift(run, recipe, supervised, *parts["search"])
     subject = _subject(run, parts["states"], name, step)
     return _assemble(run, subject, parts, time.perf_counter() - started)
+
+
+def _with_drift(
+    run: _Run, recipe: Recipe, supervised: Supervised, found: verdicts.Found, known: list[Variable]
+) -> tuple[verdicts.Found, list[Variable]]:
+    """What is blind, each with the rate at which training drives it."""
+    sizes = {
+        one.name: size_along(run.fields[one.name]) if one.name in run.fields else size_within(found.h_directions_DC)
+        for one in known
+        if one.verdict == "blind" and (one.name in run.fields or one.name in found.discovered)
+    }
+    if not sizes:
+        return found, known
+    if not affordable(run.model):
+        run.notes.append("whether training drives what is blind was not tried: no weights to train, or very many")
+        return found, known
+    own = OwnLosses.of(run.model)
+    told = [term for term in run.terms if own is None or term not in own.losses()]
+    pairs = list(zip(run.ids_BT.chunk(TRIALS), run.targets_BT.chunk(TRIALS), strict=True))
+    run.progress("drift", 0.95)
+    try:
+        objective = TrialObjective(supervised, told, run.model.num_loops)
+        drifts = drift(run.model, pairs, objective, sizes, recipe=recipe)
+    except (LoopscopeError, RuntimeError) as error:
+        run.notes.append(f"whether training drives what is blind could not be tried: {error}")
+        return found, known
+    run.notes.append(f"drift: {TRIALS} trials of a few AdamW steps at a learning rate of {recipe.lr:g}")
+    return found, [
+        replace(
+            one,
+            drift=drifts[one.name].rate,
+            driven=drifts[one.name].driven,
+            evidence=f"{one.evidence}; {drifts[one.name].sentence()}",
+        )
+        if one.name in drifts
+        else one
+        for one in known
+    ]
 
 
 def _gather(batches: Iterable[Batch], options: AuditOptions) -> tuple[Tensor, Tensor]:
@@ -356,7 +399,7 @@ def _heaviest(ids_BT: Tensor, h_BTD: Tensor) -> list[dict[str, Any]]:
 
 def _search(
     run: _Run, states: list[LoopState], objections: Objections, ranges: dict[str, FreeRange], causal: bool
-) -> tuple[BlindDirections, list[Variable]]:
+) -> tuple[verdicts.Found, list[Variable]]:
     """Sample tokens, examine each, and sum up."""
     options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
     carried = Carried.of(states[: run.model.num_loops + 1])
@@ -513,15 +556,17 @@ def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | N
 
 def _assemble(run: _Run, subject: Subject, parts: dict[str, Any], seconds: float) -> AuditResult:
     found, known = parts["search"]
-    blind = found.dimension or any(variable.verdict == "blind" for variable in known)
+    blind = found.directions.dimension or any(variable.verdict == "blind" for variable in known)
     verdict = "blind-spot" if blind else "undecided" if run.doubts else "controlled"
-    summary = f"Undecided: {run.doubts[0]}." if verdict == "undecided" else verdicts.summary(verdict, found, known)
+    summary = (
+        f"Undecided: {run.doubts[0]}." if verdict == "undecided" else verdicts.summary(verdict, found.directions, known)
+    )
     return AuditResult(
         model=subject,
         verdict=verdict,
         summary=summary,
         variables=known,
-        blind_directions=found,
+        blind_directions=found.directions,
         loops=parts["loops"],
         motion=parts["motion"],
         alpha_sweep=parts["alpha_sweep"],

@@ -59,9 +59,18 @@ Findings = list[dict[int, StateFindings]]
 """One entry per state: loop → findings."""
 
 
-def judge(
-    findings: Findings, ranges: Mapping[str, FreeRange], constant: Sequence[str]
-) -> tuple[BlindDirections, list[Variable]]:
+@dataclass(frozen=True)
+class Found:
+    """What a search found, and the directions themselves."""
+
+    directions: BlindDirections
+    discovered: list[str]
+    """Variables besides named fields and tensors."""
+    h_directions_DC: Tensor
+    """Orthonormal directions of h that these span, on average over states."""
+
+
+def judge(findings: Findings, ranges: Mapping[str, FreeRange], constant: Sequence[str]) -> tuple[Found, list[Variable]]:
     """What is blind, counted and named, and every variable: named fields, carried tensors, what was found besides.
 
     A named field is judged by its free range and counts once; of what the search found, only the directions besides the
@@ -79,7 +88,7 @@ def judge(
     named, unnamed = _names(at_worst, besides[worst], [name for name in ranges if name not in blind], extra)
     named = [{"name": name, "share": _share_of(name, at_worst)} for name in blind] + named
     spectrum = torch.stack([one.hidden.spectrum for one in at_worst]).median(0).values
-    found = BlindDirections(
+    directions = BlindDirections(
         dimension=len(blind) + extra,
         agreement=agreement,
         states=len(findings),
@@ -90,8 +99,17 @@ def judge(
         loops=[_loop_row(k, [one[k] for one in findings]) for k in findings[0]],
     )
     tensors = [_tensor_variable(name, findings) for name in at_worst[0].tensors]
-    others = _discovered(worst, findings, found, [*blind, *at_worst[0].tensors])
-    return found, [*fields, *tensors, *map(_constant, constant), *others, *_memory(findings, found)]
+    others = _discovered(worst, findings, directions, [*blind, *at_worst[0].tensors])
+    found = Found(directions, [one.name for one in others], _common(at_worst, besides[worst], extra))
+    return found, [*fields, *tensors, *map(_constant, constant), *others, *_memory(findings, directions)]
+
+
+def _common(at_states: Sequence[StateFindings], bases: Sequence[Tensor], dimension: int) -> Tensor:
+    """Those directions of h that most states find: the leading ones of their mean projector."""
+    where = at_states[0].columns["h"]
+    projectors = [basis_XC[where] @ basis_XC[where].T for basis_XC in bases]
+    _, vectors_DD = torch.linalg.eigh(torch.stack(projectors).mean(0))
+    return vectors_DD[:, vectors_DD.shape[1] - min(dimension, vectors_DD.shape[1]) :]
 
 
 def _besides(one: StateFindings, fields: Sequence[int]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from loopscope.auditing.audit import AuditOptions, Supervised
 from loopscope.auditing.audit import audit as audit_model
 from loopscope.auditing.result import AuditResult
+from loopscope.auditing.trial import Recipe
 from loopscope.auditing.visibility import Field
 from loopscope.data.stream import evaluation_batches
 from loopscope.errors import ConfigError
@@ -41,6 +42,7 @@ def audit(
     tokenizer: str | None = None,
     fields: dict[str, Field] | None = None,
     options: AuditOptions | None = None,
+    recipe: Recipe | None = None,
     name: str | None = None,
     step: int | None = None,
     progress: Progress = lambda *_: None,
@@ -50,7 +52,9 @@ def audit(
 
     `target` is a word that names a model, what `loopscope.open` gave, or a LoopedModel with `batches` of ids (B, T) or
     pairs of ids and targets. `supervised` says which loops get cross-entropy ("every-loop", "terminal" or a list) and
-    `terms` what else is in the loss; by default both are what the target says. The model comes back as it was.
+    `terms` what else is in the loss; by default both are what the target says. `recipe` is how it is trained, to say
+    whether training drives what is blind; that of the target by default, and without a target nothing is tried. The
+    model comes back as it was.
     """
     options = options or AuditOptions()
     if not isinstance(target, (str, Path, Opened)):
@@ -63,6 +67,7 @@ def audit(
             terms=terms or (),
             fields=fields,
             options=options,
+            recipe=recipe,
             name=name,
             step=step,
             progress=progress,
@@ -77,6 +82,7 @@ def audit(
         terms=terms if terms is not None else [] if objective is None else terms_of(objective),
         fields=fields,
         options=options,
+        recipe=recipe or Recipe.of(None if opened.config is None else opened.config.training),
         name=name or opened.name,
         step=opened.step if step is None else step,
         progress=progress,
