@@ -235,7 +235,7 @@ KINDS = (
     control("vocabulary of 24", partial(head_of_vocabulary, vocab_size=24), (16,)),
     *(
         Kind(
-            f"{count} channels leak 1e-4",
+            f"{count} of 32 leak 1e-4",
             partial(leaking_channels, channels=count, leak=1e-4),
             (32,),
             count,
@@ -243,11 +243,11 @@ KINDS = (
         )
         for count in (1, 15, 16, 17, 31)
     ),
-    Kind("64 channels leak 1e-4", partial(leaking_channels, channels=64, leak=1e-4), (128,), 64, scale="visible"),
-    Kind("3 channels leak 2e-3", partial(leaking_channels, channels=3, leak=2e-3), (32,), 3, scale="visible"),
-    control("3 channels leak 0.05", partial(leaking_channels, channels=3, leak=0.05), (32,)),
-    control("1 channel leaks 0.1", partial(leaking_channels, channels=1, leak=0.1), (32,)),
-    control("16 channels leak 0.1", partial(leaking_channels, channels=16, leak=0.1), (32,)),
-    control("31 channels leak 0.1", partial(leaking_channels, channels=31, leak=0.1), (32,)),
+    Kind("64 of 128 leak 1e-4", partial(leaking_channels, channels=64, leak=1e-4), (128,), 64, scale="visible"),
+    Kind("3 of 32 leak 2e-3", partial(leaking_channels, channels=3, leak=2e-3), (32,), 3, scale="visible"),
+    control("3 of 32 leak 0.05", partial(leaking_channels, channels=3, leak=0.05), (32,)),
+    control("1 of 32 leaks 0.1", partial(leaking_channels, channels=1, leak=0.1), (32,)),
+    control("16 of 32 leak 0.1", partial(leaking_channels, channels=16, leak=0.1), (32,)),
+    control("31 of 32 leak 0.1", partial(leaking_channels, channels=31, leak=0.1), (32,)),
     control("head of 1e-4", partial(small_head, size=1e-4), (32,)),
 )

@@ -38,8 +38,8 @@ def coda_before_a_norm(
 ) -> Planted:
     """Features last(P·C(h)), C(h) = h + γ·B(rms h) invertible: N is DC⁻¹ of what the last norm hides of P·C(h).
 
-    RMSNorm 1, LayerNorm 2, RMSNorm of Ph with c channels unread c + 1, nothing of Ph c: as without a coda. With γ = 0.01
-    N is span(h), span(1, h), M ⊕ span(h) and M up to 1 %, and the scale's free range behind a norm has no end: α → ∞
+    RMSNorm 1, LayerNorm 2, RMSNorm of Ph with c channels unread c + 1, Ph itself c: as without a coda. With γ = 0.01 N
+    is span(h), span(1, h), M ⊕ span(h) and M up to 1 %, and the scale's free range behind a norm has no end: α → ∞
     turns C(αh)/α by γ·B only, noticed by ½·γ² = 5e-5 at most. The same where the coda attends to earlier tokens, of
     which it reads rms h.
     """

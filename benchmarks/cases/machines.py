@@ -126,7 +126,7 @@ def fitted(width: int, norm: Norm, steps: int = 150) -> Planted:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert float(loss) < 0.01, f"the text is not fitted: {float(loss):.3f}"
+    assert loss.item() < 0.01, f"the text is not fitted: {loss.item():.3f}"
     return Planted(planted.model, planted.head_VD, text_BT=ids_BT)
 
 
@@ -152,8 +152,8 @@ KINDS = (
     control("exactly K readout gains, raw", partial(with_readout_gains, norm=raw), (32,)),
     Kind("context without batch", partial(context_without_batch, norm=rms), (32,), 1),
     control("context without batch, raw", partial(context_without_batch, norm=raw), (32,)),
-    *(Kind(f"{num} loops", partial(of_depth, num_loops=num, norm=rms), (16,), 1) for num in (1, 2, 5, 8, 16, 64)),
-    *(control(f"{num} loops, raw", partial(of_depth, num_loops=num, norm=raw), (16,)) for num in (1, 2, 8, 64)),
+    *(Kind(f"K = {num}", partial(of_depth, num_loops=num, norm=rms), (16,), 1) for num in (1, 2, 5, 8, 16, 64)),
+    *(control(f"K = {num}, raw", partial(of_depth, num_loops=num, norm=raw), (16,)) for num in (1, 2, 8, 64)),
     Kind("fitted text", partial(fitted, norm=rms), (32,), 1),
     control("fitted text, raw", partial(fitted, norm=raw), (32, 128)),
 )

@@ -180,6 +180,8 @@ class Kind:
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Carried tensor → a verdict that some variable of that tensor has."""
     control: bool = False
+    every_token: bool = True
+    """The same for every token, so that all searched states must agree."""
 
     @property
     def verdict(self) -> str:

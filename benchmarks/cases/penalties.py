@@ -163,9 +163,9 @@ def weights_of_zero(width: int) -> Planted:
 def gated_exits(width: int, probability: float) -> Planted:
     """Ours, raw below K = 3 and RMSNorm at K; a gate of weight 0 and bias logit p leaves with probability p at each.
 
-    The same as loop weights of p, p·(1 − p) and the rest, and they do not move with the state. Tiny logits are lifted
-    to rms 1, so the scale is noticed from loop 2 on at α = 1 + √(0.02/p). p = 1e-7: 448, and nothing but the last exit
-    shows anything: blind 1. p = 0.3: 1.3, visible.
+    The same as loop weights of p, p·(1 − p) and the rest, and they do not move with the state. Raw
+    logits have rms 8.6 (d = 32), so the scale is noticed from loop 2 on at α = 1 + √(0.02/p)/8.6. p = 1e-7: 53, and
+    ten lengths of anything cost 4e-4 below the last exit: blind 1. p = 0.3: 1.03, visible.
     """
     planted = built(width, readout="final-only", exit_gate=True)
     with torch.no_grad():

@@ -171,8 +171,8 @@ def two_step_recurrence(width: int, norm: Callable[[Tensor], Tensor] | None) -> 
 
     Raw: N = slow; (0, δ) ↦ (½·δ, 0) has nothing hidden at the next exit: a = 0. Shown later, blind 0.
     RMSNorm: N = span(h) ⊕ slow. The next exit hides (x, y) only with x ∥ h, and h and slow are parallel up to O(β):
-    left are (a·h, b·h), which the loop maps by [[½, ½], [1, 0]]. Its eigenvalues are 1 at (1, 1) and −½ at (1, −2): one is
-    carried, one damped. Blind 1, the scale of h and slow together.
+    left are (a·h, b·h), which the loop maps by [[½, ½], [1, 0]]. Its eigenvalues are 1 at (1, 1) and −½ at (1, −2):
+    one is carried, one damped. Blind 1, the scale of h and slow together.
     """
     net = TwoTensors(width, width)
     return plant_two(

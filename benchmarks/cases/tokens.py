@@ -126,8 +126,7 @@ def _marked_text(vocab_size: int, every: int, of: int) -> Tensor:
 
 
 def seen_by_some(width: int, every: int, of: int, power: float = 0.0) -> Planted:
-    """Features h·s^(a−1), with a = 1 (raw) for most tokens and a = `power` for `every` of each `of` (those of the text
-    with small ids): 0 hides the scale altogether.
+    """Features h·s^(a−1): a = 1, raw, for most tokens; `power` for `every` of each `of` tokens, 0 hiding the scale.
 
     A token notices at α = 1.136^(1/a): 1.14 for raw, 20 for a = 0.0425, 1000 for a = 0.0185, never for 0. It is a
     finding when half of the tokens are free tenfold, or 5 % a hundredfold:
@@ -187,13 +186,15 @@ KINDS = (
     ),
     Kind("scale read by the next token", partial(scale_kept_to_itself, listening=True), (32,), 1),
     control("scale read by no token", partial(scale_kept_to_itself, listening=False), (32,), scale="inert"),
-    Kind("hidden for 60 % of tokens", partial(seen_by_some, every=3, of=5), (32,), 1),
-    Kind("hidden for 40 % of tokens", partial(seen_by_some, every=2, of=5), (32, 128), 1),
-    Kind("hidden for 12.5 % of tokens", partial(seen_by_some, every=1, of=8), (32,), 1),
-    Kind("hidden for 6 % of tokens", partial(seen_by_some, every=1, of=16), (32,), 1),
-    control("hidden for 2 % of tokens", partial(seen_by_some, every=1, of=48), (32,)),
-    Kind("20-fold for 60 % of tokens", partial(seen_by_some, every=3, of=5, power=0.0425), (32,), 1),
-    control("20-fold for 40 % of tokens", partial(seen_by_some, every=2, of=5, power=0.0425), (32,)),
-    control("20-fold for 20 % of tokens", partial(seen_by_some, every=1, of=5, power=0.0425), (32,)),
-    Kind("1000-fold for 20 % of tokens", partial(seen_by_some, every=1, of=5, power=0.0185), (32,), 1),
+    Kind("hidden for 60 % of tokens", partial(seen_by_some, every=3, of=5), (32,), 1, every_token=False),
+    Kind("hidden for 40 % of tokens", partial(seen_by_some, every=2, of=5), (32, 128), 1, every_token=False),
+    Kind("hidden for 12.5 % of tokens", partial(seen_by_some, every=1, of=8), (32,), 1, every_token=False),
+    Kind("hidden for 6 % of tokens", partial(seen_by_some, every=1, of=16), (32,), 1, every_token=False),
+    control("hidden for 2 % of tokens", partial(seen_by_some, every=1, of=48), (32,), every_token=False),
+    Kind("20-fold for 60 % of tokens", partial(seen_by_some, every=3, of=5, power=0.0425), (32,), 1, every_token=False),
+    control("20-fold for 40 % of tokens", partial(seen_by_some, every=2, of=5, power=0.0425), (32,), every_token=False),
+    control("20-fold for 20 % of tokens", partial(seen_by_some, every=1, of=5, power=0.0425), (32,), every_token=False),
+    Kind(
+        "1000-fold for 20 % of tokens", partial(seen_by_some, every=1, of=5, power=0.0185), (32,), 1, every_token=False
+    ),
 )

@@ -33,7 +33,7 @@ from loopscope.auditing.visibility import (
     mean_cross_entropy,
     raw_readout_control,
 )
-from loopscope.auditing.window import Carried, Windows, windows
+from loopscope.auditing.window import Carried, Windows, keeps_its_cache, windows
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, DataError, ProtocolError
 from loopscope.machine import check_bf16_products
@@ -62,7 +62,7 @@ class AuditOptions:
     """Prefixes whose last token is searched for blind directions."""
     prefix: int = 16
     """Tokens of such a prefix."""
-    tokens: int = 512
+    tokens: int = 256
     """Tokens that norms, shares, sweeps and interventions are measured on."""
     rollout: int = 30
     """Loops that the activity is followed through."""
@@ -377,11 +377,14 @@ def _search(
         loops = ", ".join(map(str, search.audited))
         run.notes.append(f"of the {len(every)} loops whose state goes on, {len(search.audited)} were searched: {loops}")
     findings: verdicts.Findings = []
-    row_by_row = False
+    row_by_row, cached = (
+        False,
+        causal and not search.repeats and keeps_its_cache(run.model, run.ids_BT[0, :8], search.deepest),
+    )
     for index, (row, position, end) in enumerate(places):
         share = partial(_report, run.progress, index, len(places))
         share(0.0)
-        around = _around(run, search, run.ids_BT[row, :end], position, carried, causal, row_by_row)
+        around = _around(run, search, run.ids_BT[row, :end], position, carried, causal, cached, row_by_row)
         if index == 0:
             if row_by_row := around.alone.rows_depend_on_one_another():
                 around = around.row_by_row()
@@ -400,11 +403,26 @@ def _report(progress: Progress, state: int, states: int, share: float) -> None:
 
 
 def _around(
-    run: _Run, search: Search, ids_T: Tensor, position: int, carried: Carried, causal: bool, row_by_row: bool
+    run: _Run,
+    search: Search,
+    ids_T: Tensor,
+    position: int,
+    carried: Carried,
+    causal: bool,
+    cached: bool,
+    row_by_row: bool,
 ) -> Windows:
     """One token to search; where no loop comes after the audited one, the last is run again in its stead."""
     around = partial(
-        windows, run.model, ids_T, position, search.deepest, carried=carried, causal=causal, row_by_row=row_by_row
+        windows,
+        run.model,
+        ids_T,
+        position,
+        search.deepest,
+        carried=carried,
+        causal=causal,
+        cached=cached,
+        row_by_row=row_by_row,
     )
     if not search.repeats:
         return around()

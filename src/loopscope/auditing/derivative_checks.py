@@ -61,18 +61,18 @@ def _passes_its_derivative(what: str, function: Map, w_W: Tensor, directions_RW:
     at small steps are noise or zero. Over larger steps it must still move where its declared derivative points.
     """
     steps = (1e-5, 1e-4) if w_W.dtype == torch.float64 else (1e-2, 3e-2)
-    differences = [_difference(function, w_W, directions_RW, step) for step in (*steps, *COARSE_STEPS)]
-    small, less_small, *large = differences
     nothing = 1e-6 * float(with_the_same_noise(function, w_W[None]).double().norm())
     if not math.isfinite(nothing):
         raise ProtocolError(f"the {what} makes NaN or infinity of a finite state h")
-    if all(float(difference.norm()) <= nothing for difference in differences):
-        return True
-    (tangents_RF,) = push(lambda h_RD: [function(h_RD)], w_W, directions_RW)
+    small = _difference(function, w_W, directions_RW, steps[0])
+    (tangents_RF,) = push(lambda w_RW: [function(w_RW)], w_W, directions_RW)
     tangent = tangents_RF.double().flatten()
     if not tangent.isfinite().all():
         return True  # the search says so, and of which state
     if float(small.norm()) > nothing and _close(tangent, small):
+        return True
+    less_small, *large = (_difference(function, w_W, directions_RW, step) for step in (steps[1], *COARSE_STEPS))
+    if all(float(difference.norm()) <= nothing for difference in (small, less_small, *large)):
         return True
     smooth = float(small.norm()) > nothing and _close(small, less_small) and _close(less_small, small)
     if smooth or not any(_points_the_same_way(tangent, difference) for difference in large):

@@ -186,7 +186,8 @@ class Objections:
             reference = self._reference(term)
             base = self._value(term, reference)
             charged = [self._value(term, reference, of, k, alpha) - base for alpha in alphas_A.tolist()]
-            charged_A = charged_A + torch.tensor(charged, dtype=torch.float64).nan_to_num(nan=math.inf)
+            # A reward drives and never holds: what it gives back does not make up for what the others charge.
+            charged_A = charged_A + torch.tensor(charged, dtype=torch.float64).nan_to_num(nan=math.inf).clamp(min=0)
         return charged_A
 
     def _reference(self, term: Term) -> float:

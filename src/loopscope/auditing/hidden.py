@@ -209,27 +209,58 @@ class Readouts:
         charge = 0.5 * self.weights[k] / later * LENGTHS**2 * float(h_D.double().square().sum()) / NOTICED
         noticed_XX = charge * gram_XX + self._terms_noticed(window, token, k, w_W) / later
         squares_X, vectors_XX = torch.linalg.eigh(noticed_XX)
-        spectrum_X = squares_X.clamp(min=0).sqrt()
+        basis_XH = vectors_XX[:, squares_X <= HIDDEN**2]
+        if (held := self._held(window, token, k, w_W, basis_XH) / later) > 0:
+            squares_X = torch.where(squares_X <= HIDDEN**2, squares_X + held, squares_X)
+            noticed_XX = noticed_XX + held * basis_XH @ basis_XH.T
+        spectrum_X = squares_X.clamp(min=0).sqrt().sort().values
         return Hidden(
             k,
             spectrum_X.flip(0),
             reference,
             gram_XX,
             noticed_XX,
-            vectors_XX[:, spectrum_X <= HIDDEN],
+            basis_XH if held <= HIDDEN**2 else basis_XH[:, :0],
             rounding / reference,
             reference * charge**0.5,
             chosen(fields, disputed_M),
         )
 
+    def _held(self, window: Window, token: int, k: int, w_W: Tensor, basis_XH: Tensor) -> float:
+        """What terms notice at least of ten lengths along any hidden direction, beyond what their derivatives say.
+
+        A term that sees ‖h‖ alone has no derivative across h, and holds the state on a sphere all the same: of f(h) it
+        is the even part, ½·(f(h + Δ) + f(h − Δ)) − f(h), that such a step moves. The least over a basis is taken, so
+        that a term on some directions does not speak for others.
+        """
+        if basis_XH.shape[1] == 0 or not self.terms:
+            return 0.0
+        at_W, width = self._at_scale_1(window, token, k, w_W)
+        steps_HW = LENGTHS * width**0.5 * window.placed(basis_XH.T * lengths(window, k, token), k, token)
+        noticed_H = torch.zeros(basis_XH.shape[1], dtype=torch.float64, device=w_W.device)
+        for term in self.terms:
+            with torch.no_grad():
+                ahead_HF, behind_HF = (
+                    window.shown_by(term, k, at_W + sign * steps_HW.to(at_W)).double() for sign in (1, -1)
+                )
+                here_1F = window.shown_by(term, k, at_W[None]).double()
+            noticed_H += ((ahead_HF + behind_HF) / 2 - here_1F).square().sum(-1) / NOTICED
+        return float(noticed_H.min())
+
+    @staticmethod
+    def _at_scale_1(window: Window, token: int, k: int, w_W: Tensor) -> tuple[Tensor, int]:
+        """The state with the token's h at scale 1, the scale that the design fixes; and the width of h."""
+        width = window.layout(k).parts[0].width
+        columns, at_W = window.block(k, token)[:width], w_W.clone()
+        at_W[columns] /= at_W[columns].norm() / width**0.5
+        return at_W, width
+
     def _terms_noticed(self, window: Window, token: int, k: int, w_W: Tensor) -> Tensor:
-        """The quadratic form of what the terms notice of ten lengths, at the scale that the design fixes."""
-        block, width = window.block(k, token), window.layout(k).parts[0].width
-        h_D = w_W[block[:width]]
-        at_W = w_W.clone()
-        at_W[block[:width]] = h_D / (h_D.norm() / width**0.5)
-        identity_DX = torch.eye(width, len(block), dtype=torch.float64, device=h_D.device)
-        noticed_XX = torch.zeros(len(block), len(block), dtype=torch.float64, device=h_D.device)
+        """The quadratic form of what the terms' derivatives notice of ten lengths."""
+        block = window.block(k, token)
+        at_W, width = self._at_scale_1(window, token, k, w_W)
+        identity_DX = torch.eye(width, len(block), dtype=torch.float64, device=w_W.device)
+        noticed_XX = torch.zeros(len(block), len(block), dtype=torch.float64, device=w_W.device)
         for term in self.terms:
             (seen_DF,) = push(
                 lambda w_RW, term=term: [window.shown_by(term, k, w_RW)],  # type: ignore[misc]

@@ -343,7 +343,7 @@ class _Question:
             "unreachable": lambda rest: self._reachable(basis_XC, rest),
             "damped": lambda rest: self._undamped(carried, rest),
             "inert": lambda rest: self._kept(torch.cat(effects, -1).T, rest, self.read_floor * self.usual_effect),
-            "shown_later": lambda rest: self._unshown(basis_XC, rest),
+            "shown_later": lambda rest: self._unshown(basis_XC, carried, rest),
             "memory": lambda rest: self._unbounded(basis_XC, rest),
         }
         found = dict.fromkeys(CLASSES, rest[:, :0])
@@ -380,16 +380,18 @@ class _Question:
 
     def _compare_with_changes(self, fields: Fields, named_MX: Tensor) -> None:
         """Where the next loop's derivative along a named field is not what a change does, the change is followed."""
-        units_MW, length = self.window.placed(named_MX, self.k), float(self.h_D.double().norm())
+        alone, length = self.around.alone, float(self.h_D.double().norm())
+        w_W, units_MW = alone.vector(self.k), alone.placed(named_MX, self.k)
 
         def next_loop(w_RW: Tensor) -> Tensor:
-            return self.window.loops(w_RW, self.k, 1)[0]
+            return alone.loops(w_RW, self.k, 1)[0]
 
-        (along_MW,) = push(lambda w_RW: [next_loop(w_RW)], self.w_W, units_MW)
-        moved_MW, believed_M = changes(next_loop, self.w_W, units_MW, length)
+        (along_MW,) = push(lambda w_RW: [next_loop(w_RW)], w_W, units_MW)
+        moved_MW, believed_M = changes(next_loop, w_W, units_MW, length)
         disputed_M = believed_M & disagree(moved_MW, along_MW.double(), floor=CARRIED)
         if not disputed_M.any():
             return
+        units_MW = self.window.placed(named_MX, self.k)
         self.disputed, units_MW = chosen(fields, disputed_M), units_MW[disputed_M]
         pushed = push(self._loops_and_readouts, self.w_W, units_MW)
         widths = [image.shape[-1] for image in pushed]
@@ -404,15 +406,20 @@ class _Question:
         return rest @ right.T[:, gains > floor]
 
     def _undamped(self, carried: list[Tensor], rest: Tensor) -> Tensor:
-        """Directions whose image shrinks by less than 5 % a loop from the first loop on; at it, if it is alone."""
+        """Directions whose image shrinks by less than 5 % a loop from the first loop on; at it, if it is alone.
+
+        In units of each channel's rms: a loop that turns a direction into smaller channels does not damp it.
+        """
         loops = min(LATER_LOOPS, len(carried))
         if loops == 1:
             return self._kept(carried[0].T, rest, DAMPED)
-        first_WC, last_WC = (carried[index].T @ rest for index in (0, loops - 1))
+        weights_W1 = (self.units_W / self._channels())[:, None]
+        first_WC, last_WC = (weights_W1 * carried[index].T @ rest for index in (0, loops - 1))
         _, triangle = torch.linalg.qr(first_WC)
         back = torch.linalg.inv(triangle)
         _, gains, right = torch.linalg.svd(last_WC @ back, full_matrices=False)
-        return _orthonormal(rest @ back @ right.T[:, gains >= DAMPED ** (loops - 1)])
+        damped = _orthonormal(back @ right.T[:, gains < DAMPED ** (loops - 1)])
+        return rest @ _complement(damped)
 
     def _reachable(self, basis_XC: Tensor, rest: Tensor) -> Tensor:
         """Directions within `REACH` of what the loop that wrote this state can write."""
@@ -479,7 +486,7 @@ class _Question:
         range_XC = self._range[neighbours]
         return directions_XC - range_XC @ (range_XC.T @ directions_XC)
 
-    def _unshown(self, basis_XC: Tensor, rest: Tensor) -> Tensor:
+    def _unshown(self, basis_XC: Tensor, carried: list[Tensor], rest: Tensor) -> Tensor:
         """Directions that stay hidden from one supervised exit to the next.
 
         u = DF·v; a is its part among what is hidden there, b the rest, all in units of each channel's rms. Kept are
@@ -491,32 +498,33 @@ class _Question:
         gone: list[Tensor] = []
         for there in (j for j in self.search.supervised if j > self.k):
             if window.tokens > 1:
-                own_CW = rows_CW / self._channels(here)
+                own_CW = rows_CW / self._channels()
                 last_CX = own_CW[:, window.layout(here).block(window.tokens - 1)[: window.layout(here).token_width]]
                 leaving, staying = _split(last_CX @ last_CX.T - 0.5 * own_CW @ own_CW.T)
                 gone.append(rest @ leaving)
                 rest, rows_CW = rest @ staying, staying.T @ rows_CW
             if rest.shape[1] == 0:
                 break
-            between = partial(self._arrive, here=here, there=there)
-            (images_CW,) = push(between, window.vector(here), rows_CW)
-            v_CW, u_CW = rows_CW / self._channels(here), images_CW.double() / self._channels(there)
+            if here == self.k:  # followed already
+                images_CW = rest.T @ carried[there - here - 1] * self.units_W
+            else:
+                (images_CW,) = push(partial(self._arrive, here=here, there=there), window.vector(here), rows_CW)
+            v_CW, u_CW = rows_CW / self._channels(), images_CW.double() / self._channels()
             a_CW = self._hidden_part(u_CW, there)
             b_CW = u_CW - a_CW
             hidden_CC, shown_CC, before_CC = (each @ each.T for each in (a_CW, b_CW, v_CW))
             kept, _ = _split(hidden_CC - shown_CC)
             still, _ = _split(kept.T @ (hidden_CC - STILL_THERE * before_CC) @ kept)
             kept = kept @ still
-            rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self._channels(there)), there
+            rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self._channels()), there
         return _orthonormal(torch.cat([*gone, rest], dim=1))
 
     def _arrive(self, w_RW: Tensor, here: int, there: int) -> list[Tensor]:
         return [self.window.loops(w_RW, here, there - here)[-1]]
 
-    def _channels(self, k: int) -> Tensor:
-        """Root mean square of every channel of the joint state."""
-        layout, sizes_X = self.window.layout(k), self.search.channels[k]
-        per_token = layout.token_width
+    def _channels(self) -> Tensor:
+        """Root mean square of every channel of the joint state after loop k."""
+        sizes_X, per_token = self.search.channels[self.k], self.window.layout(self.k).token_width
         return torch.cat([sizes_X[:per_token].repeat(self.window.tokens), sizes_X[per_token:]])
 
     def _hidden_part(self, u_CW: Tensor, k: int) -> Tensor:
@@ -529,7 +537,7 @@ class _Question:
         for token in (0, *asked):
             block = layout.block(token)
             basis_XH = self.hidden(k, token).basis_XH * lengths(window, k, token)[:, None]
-            basis_XH = basis_XH / self._channels(k)[block][:, None]
+            basis_XH = basis_XH / self._channels()[block][:, None]
             if token:  # what has no token is asked of the audited one
                 block, basis_XH = block[: layout.token_width], basis_XH[: layout.token_width]
             basis_XH = _orthonormal(basis_XH)

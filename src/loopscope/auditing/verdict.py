@@ -27,6 +27,8 @@ NEAR = 0.5
 """Share of a named field within the blind directions from which one of them is that field, or near it."""
 BY_CHANCE = 4
 """…if that is so many times what a random direction would have."""
+HARMLESS = ("removed", "unreachable", "damped", "inert", "memory")
+"""Classes whose directions are hidden and need no answer."""
 WEAK_RANGE = 3.0
 """A variable that is free threefold is held, but weakly."""
 PRINCIPAL_COMPONENTS = 4
@@ -93,10 +95,16 @@ def judge(
 
 
 def _besides(one: StateFindings, fields: Sequence[int]) -> Tensor:
-    """The blind directions of a state without the blind fields, each of which takes away the one that is nearest."""
-    basis_XC = one.fate.bases.get("blind", one.field_rows.T[:, :0])
+    """The blind directions of a state without the blind fields, each of which takes away the one that is nearest.
+
+    What is harmless of a field does not count: of h = (h₁, h₂) whose first half is removed, h₂ is the blind direction.
+    """
+    nothing_X0 = one.field_rows.T[:, :0]
+    basis_XC = one.fate.bases.get("blind", nothing_X0)
+    harmless_XC = torch.cat([nothing_X0, *(one.fate.bases[fate] for fate in HARMLESS if fate in one.fate.bases)], dim=1)
     for index in fields:
-        basis_XC, _ = _without(basis_XC, one.field_rows[index], NEAR)
+        rest_X = one.field_rows[index] - harmless_XC @ (harmless_XC.T @ one.field_rows[index])
+        basis_XC, _ = _without(basis_XC, rest_X / rest_X.norm().clamp(min=1e-300), NEAR)
     return basis_XC
 
 

@@ -99,7 +99,7 @@ class Carried:
                 skipped.append(f"carried[{name!r}] does not lead with the batch: not searched")
             elif any(name not in state.carried or state.carried[name].shape != tensor.shape for state in states[1:]):
                 skipped.append(f"carried[{name!r}] is not there, or of another shape, after some loops: not searched")
-            elif all(name in state.carried and torch.equal(state.carried[name], tensor) for state in states):
+            elif tensor.any() and all(torch.equal(state.carried.get(name, tensor), tensor) for state in states):
                 constant.append(name)
             else:
                 per_token = tensor.dim() > 1 and tensor.shape[1] == last.h_BTD.shape[1]
@@ -295,7 +295,8 @@ class Windows:
         if self.position == 0:
             return None
         ids_T = self.ids_T[: self.position + 1] if self.causal else self.ids_T
-        window = _window(self.alone, ids_T, self.position - 1, 2, len(self.alone.states) - 1)
+        cached = self.alone.cache is not None
+        window = _window(self.alone, ids_T, self.position - 1, 2, len(self.alone.states) - 1, cached)
         return replace(window, at=1)
 
     def row_by_row(self) -> Windows:
@@ -311,18 +312,30 @@ def windows(
     *,
     carried: Carried = NOTHING_BESIDES,
     causal: bool = True,
+    cached: bool = True,
     last_loop: int | None = None,
     row_by_row: bool = False,
 ) -> Windows:
-    """The windows around one token of a text, through a cache where the model takes one and gets it right."""
+    """The windows around one token of a text; through a cache, where the model takes one that `keeps_its_cache`."""
     like = Window(model, [], None, 0, 1, carried=carried, last_loop=last_loop, row_by_row=row_by_row)
-    alone = _window(like, ids_T[: position + 1] if causal else ids_T, position, 1, num_loops)
+    window = partial(_window, like, num_loops=num_loops, cached=cached and causal)
+    alone = window(ids_T[: position + 1] if causal else ids_T, position, 1)
     after = len(ids_T) - position - 1
-    ahead = _window(like, ids_T, position, after + 1, num_loops) if after else alone
-    return Windows(alone, ahead, ids_T, position, causal)
+    return Windows(alone, window(ids_T, position, after + 1) if after else alone, ids_T, position, causal)
 
 
-def _window(like: Window, ids_T: Tensor, first: int, tokens: int, num_loops: int) -> Window:
+def keeps_its_cache(model: LoopedModel, ids_T: Tensor, num_loops: int) -> bool:
+    """Whether the model takes a cache and computes the same states with it as without."""
+    half = len(ids_T) // 2
+    if Cached.of(model) is None or half == 0:
+        return False
+    like = Window(model, [], None, 0, 1)
+    with_it, without = (_window(like, ids_T, half, len(ids_T) - half, num_loops, cached) for cached in (True, False))
+    pairs = ((with_it.vector(k), without.vector(k)) for k in range(num_loops + 1))
+    return all(bool((one - other).norm() <= SAME_STATE * other.norm()) for one, other in pairs)
+
+
+def _window(like: Window, ids_T: Tensor, first: int, tokens: int, num_loops: int, cached: bool) -> Window:
     """Some tokens of a text. The text is run as a few equal rows, unlike its tokens in number: so `LoopState.take` can
     tell what has rows from what all rows share.
     """
@@ -330,16 +343,15 @@ def _window(like: Window, ids_T: Tensor, first: int, tokens: int, num_loops: int
     rows = next(number for number in ROWS_OF_A_PREFIX if number not in (len(ids_T), tokens))
     ids_BT = ids_T.repeat(rows, 1)
     numbers = [k if last_loop is None else min(k, last_loop) for k in range(1, num_loops + 1)]
+    taking = Cached.of(model) if cached and first > 0 and last_loop is None else None
+    cache: PrefixCache | None = None
     with torch.no_grad():
-        states = _run(model, model.embed(ids_BT), numbers)
-        whole = replace(like, states=states, cache=None, start=first, tokens=tokens)
-        taking = Cached.of(model)
-        to_the_end = first > 0 and first + tokens == len(ids_T)
-        if taking is not None and to_the_end and last_loop is None:
+        if taking is None:
+            states = _run(model, model.embed(ids_BT), numbers)
+        else:
             states, cache = _with_cache(model, taking, ids_BT, first, numbers)
-            cached = replace(whole, states=states, cache=cache, start=0)
-            whole = cached if _same_states(cached, whole) else whole
-    return replace(whole, states=[_without_zeros(state, like.carried) for state in whole.states])
+    states = [_without_zeros(state, like.carried) for state in states]
+    return replace(like, states=states, cache=cache, start=first if cache is None else 0, tokens=tokens)
 
 
 def _with_cache(
@@ -381,8 +393,3 @@ def _run(
         if not states[-1].h_BTD.isfinite().all():
             raise ProtocolError(f"loop {k} leaves NaN or infinity in the state h_{k}: nothing can be said about it")
     return states
-
-
-def _same_states(cached: Window, whole: Window) -> bool:
-    pairs = ((cached.vector(k), whole.vector(k)) for k in range(len(whole.states)))
-    return all((one - other).norm() <= SAME_STATE * other.norm() for one, other in pairs)
