@@ -93,6 +93,7 @@ class _Run:
     gated: bool
     terms: Sequence[Term]
     fields: dict[str, Field]
+    untrained_scale: float
     options: AuditOptions
     progress: Progress
     notes: list[str] = field(default_factory=list)
@@ -116,6 +117,7 @@ def audit(
     fields: dict[str, Field] | None = None,
     options: AuditOptions | None = None,
     recipe: Recipe | None = None,
+    untrained_scale: float = 1.0,
     name: str | None = None,
     step: int | None = None,
     progress: Progress = lambda *_: None,
@@ -125,6 +127,7 @@ def audit(
     `batches` are ids (B, T) or pairs of ids and targets; without targets, each token predicts the next. `supervised`
     says which loops get cross-entropy ("every-loop", "terminal" or a list), `terms` what else is in the loss, besides
     the model's own losses. With a `recipe` of training, what is blind is also asked whether training drives it.
+    `untrained_scale` is that of the states before training, from which a penalty counts if it is above 1.
     The model comes back as it was.
     """
     started = time.perf_counter()
@@ -138,7 +141,7 @@ def audit(
     for term in terms:
         term.check()
     fields = {**FIELDS, **(fields or {})}
-    run = _Run(model, network, ids_BT, targets_BT, weights, gated, terms, fields, options, progress)
+    run = _Run(model, network, ids_BT, targets_BT, weights, gated, terms, fields, untrained_scale, options, progress)
     dtype = widest_affordable(network)
     with borrowed(network) as held:
         torch.manual_seed(options.seed)  # a state that starts from noise is then the same in every audit
@@ -246,7 +249,9 @@ def _measure(run: _Run) -> dict[str, Any]:
         parts["interventions"].append({"name": name, "clamps": CLAMPED.get(name), "ce": ce, "delta_ce": ce - before})
     parts["heaviest_tokens"] = _heaviest(run.ids_BT, states[num_loops].h_BTD)
     parts["control"] = raw_readout_control(states[num_loops].h_BTD, run.targets_BT)
-    objections = Objections(run.model, states, run.weights, run.terms, gated=run.gated)
+    objections = Objections(
+        run.model, states, run.weights, run.terms, gated=run.gated, untrained_scale=run.untrained_scale
+    )
     audited = audited_loops(run.supervised)
     ranges = {name: objections.free_range(of, audited) for name, of in run.fields.items()}
     parts["search"] = _search(run, states, objections, ranges, parts["causal"])
@@ -409,7 +414,7 @@ def _search(
     search = Search(
         run.model,
         objections.mean_weights(),
-        run.terms,
+        [(term, objections.reference(term)) for term in run.terms],
         channels=channel_sizes(states, carried, run.supervised),
         matrix_free=options.matrix_free(width),
         seed=options.seed,
