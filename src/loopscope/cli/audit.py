@@ -46,7 +46,7 @@ class Audit:
     """Token states that are searched for blind directions."""
     prefix: int = 16
     """Tokens up to such a state."""
-    tokens: int = 512
+    tokens: int = 256
     """Tokens that norms, shares, sweeps and interventions are measured on."""
     loops: int = 30
     """Loops that the activity is followed through."""
