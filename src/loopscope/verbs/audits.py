@@ -47,6 +47,7 @@ def audit(
     fields: dict[str, Field] | None = None,
     options: AuditOptions | None = None,
     recipe: Recipe | None = None,
+    untrained_scale: float | None = None,
     name: str | None = None,
     step: int | None = None,
     progress: Progress = lambda *_: None,
@@ -57,8 +58,8 @@ def audit(
     `target` is a word that names a model, what `loopscope.open` gave, or a LoopedModel with `batches` of ids (B, T) or
     pairs of ids and targets. `supervised` says which loops get cross-entropy ("every-loop", "terminal" or a list) and
     `terms` what else is in the loss; by default both are what the target says. `recipe` is how it is trained, to say
-    whether training drives what is blind; that of the target by default, and without a target nothing is tried. The
-    model comes back as it was.
+    whether training drives what is blind; that of the target by default, and without a target nothing is tried.
+    `untrained_scale`, from which penalties count, is the target's own, else 1. The model comes back as it was.
     """
     options = options or AuditOptions()
     if not isinstance(target, (str, Path, Opened)):
@@ -72,6 +73,7 @@ def audit(
             fields=fields,
             options=options,
             recipe=recipe,
+            untrained_scale=1.0 if untrained_scale is None else untrained_scale,
             name=name,
             step=step,
             progress=progress,
@@ -88,7 +90,7 @@ def audit(
         fields=fields,
         options=options,
         recipe=recipe or Recipe.of(None if opened.config is None else opened.config.training),
-        untrained_scale=_untrained_scale(opened, texts),
+        untrained_scale=_untrained_scale(opened, texts) if untrained_scale is None else untrained_scale,
         name=name or opened.name,
         step=opened.step if step is None else step,
         progress=progress,
