@@ -20,9 +20,10 @@ from loopscope.runs import write_atomically, write_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.auditing.audit import AuditOptions, Supervised
+    from loopscope.auditing.audit import Supervised
     from loopscope.auditing.push import PushResult
     from loopscope.auditing.result import AuditResult
+    from loopscope.auditing.survey import AuditOptions
     from loopscope.objectives.terms import Term
     from loopscope.targets import Opened
 
@@ -161,7 +162,7 @@ examples:
 
     def options(self) -> AuditOptions:
         """How much is looked at."""
-        from loopscope.auditing.audit import AuditOptions
+        from loopscope.auditing.survey import AuditOptions
 
         return AuditOptions(
             states=self.states,

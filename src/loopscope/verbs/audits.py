@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from loopscope.auditing.audit import AuditOptions, Supervised
+from loopscope.auditing.audit import Supervised
 from loopscope.auditing.audit import audit as audit_model
 from loopscope.auditing.drift import affordable
 from loopscope.auditing.result import AuditResult
+from loopscope.auditing.survey import AuditOptions
 from loopscope.auditing.trial import Recipe
 from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.auditing.visibility import Field
