@@ -9,12 +9,14 @@ free range is the smallest α at which the objective has noticed 0.01 nats,
 
     Σ_{j ≥ k} w_j·e_j(α)/W_k + Σ_terms (value(α) − value(reference))/W_k        W_k = Σ_{j ≥ k} w_j
 
-    e_j = max(½·mean_v (g·Δz_v)², ln mean_v exp(g·Δz_v))        z centred logits, g = max(1, 1/rms z)
+    e_j = max(½·mean_v x_v², ln mean_v exp(x_v))        x = max(1, 1/rms z)·Δz across z + (1/rms z)·Δz along z
 
-An exit notices the response of its logits and not the change of CE, which saturates on text that a model has fitted; g
-lifts the tiny logits of an untrained model. A term notices its own increase, counted from a reference that the design
-fixes and never from the audited state, which may have run already: scale 1, that of the untrained states, or the scale
-at which the term is least, whichever is largest.
+An exit notices the response of its centred logits z and not the change of CE, which saturates on text that a model has
+fitted. Tiny logits of an untrained model are lifted. A change along z, of the temperature alone, counts by its share of
+z also where logits are large: how hot an untrained model is, is an accident of its initialisation, and weights undo it.
+
+A term notices its own increase, counted from a reference that the design fixes and never from the audited state, which
+may have run already: scale 1, that of the untrained states, or the scale at which the term is least, if larger.
 
 Shape legend: A factors α, J exits, N tokens, D width, V vocabulary.
 """
@@ -156,12 +158,15 @@ class Objections:
         state = self.states[j]
         base_BTV = self.model.readout(state, j).double()
         centred_BTV = base_BTV - base_BTV.mean(-1, keepdim=True)
-        gain_BT1 = 1 / centred_BTV.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30, max=1)
+        rms_BT1 = centred_BTV.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
+        unit_BTV = centred_BTV / centred_BTV.norm(dim=-1, keepdim=True).clamp(min=1e-30)
         charged = []
         for alpha in alphas_A.tolist():
             moved_BTV = self.model.readout(state.with_h(_moved(state.h_BTD, of, alpha)), j).double()
             change_BTV = moved_BTV - base_BTV
-            z_BTV = gain_BT1 * (change_BTV - change_BTV.mean(-1, keepdim=True))
+            change_BTV = change_BTV - change_BTV.mean(-1, keepdim=True)
+            hotter_BTV = (change_BTV * unit_BTV).sum(-1, keepdim=True) * unit_BTV
+            z_BTV = (change_BTV - hotter_BTV) / rms_BT1.clamp(max=1) + hotter_BTV / rms_BT1
             few_BT = z_BTV.logsumexp(-1) - math.log(z_BTV.shape[-1])
             noticed_BT = torch.maximum(z_BTV.square().mean(-1) / 2, few_BT)
             if self.z_loss:

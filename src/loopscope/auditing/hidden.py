@@ -5,10 +5,10 @@ In units of √(nats/0.01), so that 1 is the limit, a direction v of unit length
     σ(v)² = (10·‖h‖)²·(½·w·Σ_tokens ‖g·J v‖²  +  Σ_terms ‖T v‖²/W) / 0.01
 
 J is the Jacobian of the centred logits over √V, w the exit's weight among those from loop k on, W the sum of these
-weights, g = max(1, 1/rms z) lifts the tiny logits of an untrained model, and T is what a loss term shows of a state of
-the scale from which it counts (‖h‖ is the length of that one). The bound is absolute: it does not depend on how much
-other directions show. Visibility is measured in the uniform metric on centred logits; weighting by the model's own
-probabilities gives false alarms where softmax saturates.
+weights, g weighs changes of logits as `free_range` does (tiny logits are lifted, a change of temperature counts by its
+share), and T is what a loss term shows of a state of the scale from which it counts (‖h‖ is the length of that one).
+The bound is absolute: it does not depend on how much other directions show. Visibility is measured in the uniform
+metric on centred logits; weighting by the model's own probabilities gives false alarms where softmax saturates.
 
 Carried tensors are measured in lengths of their own: y = (h, z·‖h‖/‖z‖, …).
 
@@ -177,16 +177,20 @@ class Readouts:
         units_MX = field_rows(fields, h_D, len(block))
         probes_RX = probes(len(block)).to(h_D.device)
         identity_XX = torch.eye(len(block), dtype=torch.float64, device=h_D.device)
-        with torch.no_grad():
-            logits_NV = window.logits(w_W[None], k)[0].double()
-        rms_N = (logits_NV - logits_NV.mean(-1, keepdim=True)).square().mean(-1).sqrt()
-        gain_N1 = (1 / rms_N.clamp(min=1e-30, max=1))[:, None]
 
         def shown(w_RW: Tensor) -> Tensor:
             return window.shown(w_RW, k)
 
+        with torch.no_grad():
+            z_NF = self.metric.logits(shown(w_W[None]).unflatten(-1, (window.tokens, -1)))[0]
+        rms_N1 = z_NF.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        unit_NF = z_NF / rms_N1
+
         def noticed(rows_RF: Tensor) -> Tensor:
-            return (gain_N1 * self.metric.logits(rows_RF.unflatten(-1, (window.tokens, -1)))).flatten(1)
+            """Changes of logits, those of the temperature alone as shares of it; see `free_range`."""
+            rows_RNF = self.metric.logits(rows_RF.unflatten(-1, (window.tokens, -1)))
+            hotter_RNF = (rows_RNF * unit_NF).sum(-1, keepdim=True) * unit_NF
+            return ((rows_RNF - hotter_RNF) / rms_N1.clamp(max=1) + hotter_RNF / rms_N1).flatten(1)
 
         rows_RX = torch.cat([identity_XX, units_MX, probes_RX])
         (tangents_RF,) = push(lambda w_RW: [shown(w_RW)], w_W, window.placed(rows_RX * units_X, k, token))
