@@ -182,17 +182,7 @@ def _with_drift(
         run.notes.append(f"whether training drives what is blind could not be tried: {error}")
         return found, known
     run.notes.append(f"drift: {TRIALS} trials of a few AdamW steps at a learning rate of {recipe.lr:g}")
-    return found, [
-        replace(
-            one,
-            drift=drifts[one.name].rate,
-            driven=drifts[one.name].driven,
-            evidence=f"{one.evidence}; {drifts[one.name].sentence()}",
-        )
-        if one.name in drifts
-        else one
-        for one in known
-    ]
+    return found, [verdicts.with_drift(one, drifts[one.name]) if one.name in drifts else one for one in known]
 
 
 def _gather(batches: Iterable[Batch], options: AuditOptions) -> tuple[Tensor, Tensor]:
