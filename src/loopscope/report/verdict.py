@@ -83,7 +83,7 @@ def judge(
     tone, headline = _headline(groups, audits, claims)
     points = [
         Point("Where", _where(audits)),
-        Point("Free", _free(audits)),
+        Point("Free range", _free(audits)),
         Point("Scale", _scale(groups)),
         Point("Exits", _exits(groups)),
         Point("Remedy", _remedies(audits)),
