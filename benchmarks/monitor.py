@@ -3,9 +3,9 @@
     python benchmarks/monitor.py [--pairs 30]
 
 In our trainer: runs it with every second step watched, so that a plain step and a watched one are neighbours. A watched
-step computes the radial gradient share of every supervised loop, the largest state and how much of the scale a loop
-carries, asks the monitor for alarms, and writes the line of metrics. Norms are computed in every step, so they are
-timed once more between steps and added:
+step computes the radial gradient share of every supervised loop, what tenfold scale is charged, the largest state and
+how much of the scale a loop carries, asks the monitor for alarms, and writes the line of metrics. Norms are computed in
+every step, so they are timed once more between steps and added:
 
     cost = (watched − plain) / (log_every · plain) + norms / plain
 

@@ -17,6 +17,10 @@ from loopscope.scores import Depth, Evaluation, Split
 
 NOTICED = 0.01
 """Nats per token that count as noticed by an objective: 1 % of perplexity."""
+TENFOLD = 10.0
+"""A variable that may run so far before the objective notices is free."""
+FURTHEST = 1e6
+"""Free ranges from this on are called unlimited."""
 HIDDEN_SHARE = 1e-3
 """A radial gradient share below this at every supervised loop means that no cross-entropy controls the scale."""
 CHANCE = 0.8
@@ -81,6 +85,27 @@ class Variable:
     evidence: str
     remedy: str
     flag: str
+    free_range: float | None = None
+    """How many times the state's length it can run before the objective notices; None in audits of older versions."""
+    free_tokens: float | None = None
+    """Share of tokens for which that is tenfold or more."""
+    drift: float | None = None
+    """Relative growth per step of training."""
+    driven: bool | None = None
+    """Whether that is 1 % a step or more, beyond chance."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """How far a variable went when it was rewarded for growing."""
+
+    name: str
+    growth: float | None
+    """Its size over that without the reward."""
+    paid: float | None
+    """Nats by which the objective ended above that without the reward."""
+    far: bool | None
+    """Whether it ran away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +168,8 @@ class Audit:
     """CE at each α, by the loop whose state was stretched."""
     interventions: list[Intervention]
     heaviest: list[Token]
+    pushes: list[Push]
+    """Empty where the push test was not asked for."""
     notes: list[str]
 
     @property
@@ -167,8 +194,41 @@ class Audit:
             sweeps={k: row.numbers("ce") for k, row in sweep.by_number("loops").items()},
             interventions=[row.as_a(Intervention, clamps=_clamped(row)) for row in part.parts("interventions")],
             heaviest=[row.as_a(Token) for row in part.parts("heaviest_tokens")],
+            pushes=[row.as_a(Push, name=row.text("name") or "unnamed") for row in part.part("push").parts("pushes")],
             notes=part.part("checks").texts("notes"),
         )
+
+
+def in_fold(factor: float) -> str:
+    """A free range for people: 1.02-fold, 70-fold, 12,300-fold, without limit."""
+    if factor >= FURTHEST:
+        return "without limit"
+    rounded = float(f"{factor:.3g}")
+    return f"{rounded:,.0f}-fold" if rounded >= 1000 else f"{rounded:g}-fold"
+
+
+def free_to_grow(factor: float, tokens: float | None = None) -> str:
+    """What a free range says: free to grow 70-fold before it costs 1 % of perplexity.
+
+    Where the median token is held and others are free, `tokens` is the share of those.
+    """
+    if tokens is not None and factor < TENFOLD:
+        few = f"{percent(tokens)} of the tokens ({in_fold(factor)} for the median one)"
+        return f"free to grow tenfold or more before it costs 1 % of perplexity, for {few}"
+    if factor >= FURTHEST:
+        return "free to grow without limit (a million-fold does not cost 1 % of perplexity)"
+    return f"free to grow {in_fold(factor)} before it costs 1 % of perplexity"
+
+
+def percent(rate: float) -> str:
+    """A rate for people, without its sign: 0.46 %, 4 %, 130 %."""
+    size = abs(100 * rate)
+    return f"{size:.2g} %" if size < 10 or size >= 1e6 else f"{size:,.0f} %"
+
+
+def driven_by_training(rate: float) -> str:
+    """What a drift says: training drives it up by 4 % a step."""
+    return f"training drives it {'up' if rate > 0 else 'down'} by {percent(rate)} a step"
 
 
 def _clamped(intervention: Part) -> str:

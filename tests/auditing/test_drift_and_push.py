@@ -19,6 +19,7 @@ from loopscope.config import ModelConfig, ObjectiveConfig
 from loopscope.errors import ConfigError, DataError, UnsupportedError
 from loopscope.objectives.terms import terms_of
 from loopscope.protocol import LoopState, LoopTrace, run_loops
+from loopscope.readings import percent
 
 VOCAB, LENGTH = 64, 24
 SCALE = {"scale": size_along(scale_field)}
@@ -94,7 +95,20 @@ def test_lifted_sizes_do_not_see_growth_below_scale_one():
 def test_the_papers_initialisation_drives_the_scale_behind_a_norm_up():
     found = drift(design(dropout=0.0), text(8), objective(), SCALE, recipe=FAST)["scale"]
     assert found.driven and found.rate > 0.03
-    assert "up by" in found.sentence()
+    assert found.sentence() == f"training drives it up by {percent(found.rate)} a step"
+
+
+def test_an_audit_says_how_far_the_scale_is_free_what_holds_it_and_how_training_drives_it():
+    """λ·(α² − 1) = 0.01 at λ = 1e-6: a hundredfold, ‖h‖ = 100·√d; the numbers behind it come after the claim."""
+    model = design(dropout=0.0)
+    options = ls.AuditOptions(states=2, prefix=6, tokens=64, rollout=5)
+    found = ls.audit(model, text(8), terms=[ls.NormPenalty(1e-6)], options=options, recipe=FAST).variable("scale")
+    assert found.driven and found.drift > 0.03
+    norm = f"{100 * model.config.width**0.5:,.0f}"
+    assert found.evidence.startswith(
+        f"free to grow 100-fold before it costs 1 % of perplexity (the penalty begins to cost from ‖h‖ ≈ {norm}); "
+        f"training drives it up by {percent(found.drift)} a step. At loop "
+    )
 
 
 def test_a_scaled_initialisation_below_scale_one_is_not_driven():

@@ -112,9 +112,21 @@ def test_a_hidden_runaway_scale_raises_one_alarm_that_says_what_since_when_how_f
     (alarm,), _ = observe([10 * 1.05**step for step in range(0, 100, 5)])
     assert (alarm.kind, alarm.step, alarm.since) == ("blind-spot", 50, 15)
     assert "step 50: ‖h_K‖ is 115, 11 times its start, beyond twice since step 15" in alarm.message
-    assert "changing by +5 % per step" in alarm.message and "radial gradient share is at most 1e-07" in alarm.message
+    assert "tenfold growth is charged 1e-09 nats a token, and 0.01 would be noticed" in alarm.message
+    assert "training drives it up by 5 % a step" in alarm.message
+    assert "radial gradient share is at most 1e-07" in alarm.message
     assert "--norm-penalty 0.01" in alarm.message and "ls.norm_penalty(states, 0.01)" in alarm.message
     assert str(alarm).startswith("blind-spot: step 50")
+
+
+def test_an_alarm_about_a_scale_that_is_on_its_way_back_says_so():
+    """Held by a loss while it was large, and let go."""
+    monitor = ScaleMonitor()
+    monitor.observe(0, reading(10.0))
+    for step in range(1, 9):
+        monitor.observe(step, reading(1000 * 0.9**step, charge=1.0))
+    (alarm,) = monitor.observe(9, reading(1000 * 0.9**9)).alarms
+    assert "training drives it down by 10 % a step" in alarm.message
 
 
 def test_a_scale_that_came_back_in_between_is_growing_only_since_then():

@@ -343,6 +343,7 @@ def test_a_file_that_is_huge_is_not_read(make_run, monkeypatch):
 
 
 KEYS = ["kind", "step", "ce", "norm", "k", "depths", "splits", "valid", "loops", "alpha_sweep", "alphas", "verdict"]
+KEYS += ["free_range", "free_tokens", "drift", "driven", "push", "pushes", "growth", "paid", "far"]
 KEYS += ["variables", "name", "remedy", "flag", "blind_directions", "named", "checks", "notes", "claims", "quantities"]
 KEYS += ["seeds", "seed", "value", "paper", "recipes", "differences", "commands", "command", "versions", "data", "git"]
 KEYS += ["choices", "state", "error", "seconds", "events", "model", "objective", "training", "num_loops", "width"]
@@ -455,8 +456,10 @@ def test_the_verdict_names_the_blind_conditions_and_gives_the_measured_contrast(
     verdict = build_report([reproduction]).verdict
     assert "the loop carries the length of its state, and no loss sees it" in verdict.headline
     assert verdict.tone == "bad" and verdict.headline.startswith("Blind spot in 4 of 9 audited runs: ")
-    where, scale, exits, remedy, claims = verdict.sentences
+    where, free, scale, exits, remedy, claims = verdict.sentences
     assert where.startswith("Where: per-loop + RMSNorm and terminal + RMSNorm. Free of it: per-loop + raw")
+    assert free.startswith("Free range: scale is free to grow without limit")
+    assert free.endswith("and training drives it up by 4.1 % a step at most (in 4 of 4 runs it is driven).")
     runs = read_inputs([reproduction]).runs
     by_name = {
         name: [final_norm(r) for r in runs if r.name.startswith(name)] for name in ("per-loop+rmsnorm", "per-loop+raw")
@@ -716,6 +719,90 @@ def test_audits_print_verdict_evidence_remedy_and_heaviest_tokens(reproduction_p
     assert "4e-9 of its median singular value" in text and "+0.0012" in text and "<b>the</b>" in text
 
 
+def change_variables(folder: Path, *changes: dict[str, Any], push: dict[str, Any] | None = None) -> Path:
+    """Change the first variables of an audit; further changes are further variables."""
+    audit = json.loads((folder / "audit.json").read_text())
+    known = audit["variables"]
+    known += [dict.fromkeys(known[0]) for _ in changes[len(known) :]]
+    for variable, change in zip(known, changes, strict=False):
+        variable.update(change)
+    edit(folder / "audit.json", variables=known, push=push)
+    return folder
+
+
+def columns_of(page: str) -> list[str]:
+    """The columns of the table of variables."""
+    return re.findall(r"<th scope=\"col\">(.*?)</th>", page.split('class="cards variables"')[1].split("</thead>")[0])
+
+
+def test_a_blind_variable_says_how_far_it_is_free_and_how_training_drives_it(make_run):
+    folder = change_variables(make_run(), {"free_range": 70.04, "free_tokens": 0.98, "drift": 0.041, "driven": True})
+    page = build_report([folder])
+    claim = "free to grow 70-fold before it costs 1 % of perplexity"
+    assert f"scale: {claim}; training drives it up by 4.1 % a step." in words_of(page.html)
+    assert f"Free range: scale is {claim}, and training drives it up by 4.1 % a step." in page.verdict.sentences
+    assert "70-fold 98 % +4.1 % a step" in words_of(page.html), "the numbers, in the table of variables"
+
+
+def test_a_free_range_without_end_and_a_variable_that_training_leaves_alone_are_said_as_such(make_run):
+    folder = change_variables(make_run(), {"free_range": 1e6, "free_tokens": 1.0, "drift": 0.002, "driven": False})
+    text = text_of(folder)
+    assert "without limit 100 % not driven" in text and "1,000,000" not in text
+    assert "training from these weights does not drive it" in text
+
+
+def test_a_variable_that_is_free_for_a_minority_of_tokens_is_not_given_the_range_of_the_others(make_run):
+    text = text_of(change_variables(make_run(), {"free_range": 1.1, "free_tokens": 0.08}))
+    assert "free to grow tenfold or more before it costs 1 % of perplexity, for 8 % of the tokens (1.1-fold" in text
+
+
+def test_a_variable_that_training_drives_down_has_a_minus(make_run):
+    assert "−2 % a step" in text_of(change_variables(make_run(), {"drift": -0.02, "driven": True}))
+
+
+def test_free_ranges_of_several_runs_go_from_the_smallest_to_the_largest(tmp_path):
+    change_variables(write_run(tmp_path / "one"), {"free_range": 70.0, "driven": False})
+    change_variables(write_run(tmp_path / "two", seed=7), {"free_range": 700.0, "drift": 0.1, "driven": True})
+    (free,) = [
+        sentence for sentence in build_report([tmp_path]).verdict.sentences if sentence.startswith("Free range: ")
+    ]
+    assert "scale is free to grow 70-fold before it costs 1 % of perplexity, 700-fold in others" in free
+    assert "drives it up by 10 % a step at most (in 1 of 2 runs it is driven)" in free
+
+
+def test_a_push_test_stands_beside_its_variable(make_run):
+    pushed = {"pushes": [{"name": "scale", "growth": 17.6, "paid": 0.149, "far": True, "size": 100.0}]}
+    page = build_report([change_variables(make_run(), push=pushed)]).html
+    assert "ran 17.6-fold, for +0.15 nats" in words_of(page) and "push test" in columns_of(page)
+    assert "under a reward it ran 17.6-fold" in words_of(page)
+
+
+def test_a_carried_tensor_is_a_variable_by_its_name(make_run):
+    tensor = {"name": "z_low", "verdict": "blind", "free_range": 1e6, "evidence": "all of it", "remedy": "read it"}
+    page = build_report([change_variables(make_run(), {}, {}, tensor)])
+    assert "z_low: free to grow without limit" in words_of(page.html) and "read it" in words_of(page.html)
+    assert "z_low blind without limit – –" in words_of(page.html), "its drift is not tried, and that is a gap"
+    assert any("z_low is free to grow without limit" in sentence for sentence in page.verdict.sentences)
+
+
+@pytest.mark.parametrize("left", ["absent", "null"])
+def test_an_audit_from_before_free_ranges_is_shown_without_them(make_run, left):
+    folder = make_run()
+    audit = json.loads((folder / "audit.json").read_text())
+    for variable in audit["variables"]:
+        for name in ("free_range", "free_tokens", "drift", "driven"):
+            variable.pop(name)
+            if left == "null":
+                variable[name] = None
+    del audit["push"]
+    write_json(folder / "audit.json", audit)
+    (run,) = read_inputs([folder]).runs
+    page = build_report([folder])
+    assert run.problems == {} and page.verdict.tone == "bad"
+    assert columns_of(page.html) == ["variable", "verdict", "visibility", "delayed", "activity", "evidence"]
+    assert "free to grow" not in words_of(page.html)
+
+
 def test_claims_print_ours_the_papers_value_and_a_plain_verdict(reproduction_page):
     text = words_of(reproduction_page)
     assert "✓ holds" in text and "✗ does not hold at this size" in text and "○ not measured" in text
@@ -746,7 +833,7 @@ def test_the_command_prints_json(reproduction, tmp_path, capsys):
     assert Report(runs=(reproduction,), out=tmp_path / "page.html", title="A title", json=True).run() == 0
     result = json.loads(capsys.readouterr().out)
     assert result["runs"] == 9 and result["conditions"] == 5 and result["tone"] == "bad"
-    assert result["bytes"] == (tmp_path / "page.html").stat().st_size and len(result["sentences"]) == 5
+    assert result["bytes"] == (tmp_path / "page.html").stat().st_size and len(result["sentences"]) == 6
     assert "<title>loopscope: A title</title>" in (tmp_path / "page.html").read_text("utf-8")
 
 

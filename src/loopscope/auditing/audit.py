@@ -17,7 +17,7 @@ from loopscope.auditing.result import AuditResult, Subject, Variable
 from loopscope.auditing.survey import AuditOptions, Measured, Progress, Survey, measure
 from loopscope.auditing.trial import Recipe, TrialObjective, size_along, size_within
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
-from loopscope.auditing.verdict import summary
+from loopscope.auditing.verdict import summary, with_drift
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import DataError, LoopscopeError
@@ -106,17 +106,7 @@ def _with_drift(run: Survey, recipe: Recipe, supervised: Supervised, seen: Measu
         run.notes.append(f"whether training drives what is blind could not be tried: {error}")
         return seen.variables
     run.notes.append(f"drift: {TRIALS} trials of a few AdamW steps at a learning rate of {recipe.lr:g}")
-    return [
-        replace(
-            one,
-            drift=drifts[one.name].rate,
-            driven=drifts[one.name].driven,
-            evidence=f"{one.evidence}; {drifts[one.name].sentence()}",
-        )
-        if one.name in drifts
-        else one
-        for one in seen.variables
-    ]
+    return [with_drift(one, drifts[one.name]) if one.name in drifts else one for one in seen.variables]
 
 
 def _gather(batches: Iterable[Batch], options: AuditOptions) -> tuple[Tensor, Tensor]:

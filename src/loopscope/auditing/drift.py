@@ -31,6 +31,7 @@ from loopscope.auditing.untouched import network_of
 from loopscope.errors import ConfigError
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import LoopedModel
+from loopscope.readings import driven_by_training
 
 TRIALS, STEPS = 4, 8
 """Fewer trials know no spread, fewer steps no direction; 32 steps of a few hundred tokens cost about one of a run."""
@@ -56,8 +57,8 @@ class Drift:
     def sentence(self) -> str:
         """For a reader."""
         if not self.driven:
-            return "training does not drive it"
-        return f"training drives it {'up' if self.rate > 0 else 'down'} by {abs(self.rate):.0%} a step"
+            return "training from these weights does not drive it"
+        return driven_by_training(self.rate)
 
 
 def affordable(model: LoopedModel) -> bool:

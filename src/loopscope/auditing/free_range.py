@@ -34,10 +34,8 @@ from loopscope.auditing.visibility import Field
 from loopscope.objectives.placement import exit_distribution
 from loopscope.objectives.terms import Pass, Term
 from loopscope.protocol import ExitGate, LinearReadout, LoopedModel, LoopState, LoopTrace
-from loopscope.readings import NOTICED
+from loopscope.readings import FURTHEST, NOTICED
 
-FURTHEST = 1e6
-"""Factors beyond this are called unlimited."""
 PER_DECADE = 4
 """Factors α − 1 per decade, from 0.01 to the furthest; between them the crossing is interpolated."""
 MAJORITY, POPULATION = 0.5, 0.05

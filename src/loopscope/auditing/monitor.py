@@ -22,14 +22,12 @@ from loopscope.auditing.visibility import field_shares, scale_field
 from loopscope.config import PAPER_PENALTY
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopTrace
-from loopscope.readings import NOTICED
+from loopscope.readings import NOTICED, TENFOLD, driven_by_training, percent
 
 GROWTH = 10.0
 """A state this many times larger than at the start has left the range it was initialised for."""
 LEFT = 2.0
 """Above this many times its start a scale counts as growing: the "since" of an alarm."""
-TENFOLD = 10.0
-"""A scale that may run so far before the objective notices is free: its growth is a blind spot."""
 CARRIED = 0.5
 """A loop that hands on less than this of its input's scale has it bounded by a norm or a damping: no blind spot."""
 WINDOW = 8
@@ -234,10 +232,11 @@ class ScaleMonitor:
             seen.step,
             since,
             f"step {seen.step}: ‖h_K‖ is {seen.norms[-1]:.3g}, {seen.norms[-1] / self.start:.0f} times its start, "
-            f"beyond twice since step {since}, changing by {_percent(seen.slope)} per step; the loop hands on "
-            f"{seen.carried:.2g} of a change of it, the radial gradient share is at most "
-            f"{max(seen.shares.values(), default=math.nan):.1g}, and ten times the scale would cost {seen.charge:.1g} "
-            f"nats a token: no loss sees the scale. Remedy: --norm-penalty {PAPER_PENALTY} "
+            f"beyond twice since step {since}. No loss sees the scale: tenfold growth is charged {seen.charge:.1g} "
+            f"nats a token, and {NOTICED} would be noticed (1 % of perplexity); "
+            f"{driven_by_training(math.expm1(seen.slope))}. "
+            f"The loop hands on {seen.carried:.2g} of a change of it, and the radial gradient share is at most "
+            f"{max(seen.shares.values(), default=math.nan):.1g}. Remedy: --norm-penalty {PAPER_PENALTY} "
             f"(in your own loop loss += ls.norm_penalty(states, {PAPER_PENALTY})), --readout raw or final-only, or "
             "--inter-loop-norm rmsnorm",
         )
@@ -288,4 +287,4 @@ class ScaleMonitor:
 
 def _percent(slope: float) -> str:
     """A slope of the logarithm as growth: 0.0488 → +5 %."""
-    return f"{100 * math.expm1(slope):+.2g} %"
+    return f"{'-' if slope < 0 else '+'}{percent(math.expm1(slope))}"

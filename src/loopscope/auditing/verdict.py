@@ -8,16 +8,18 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from loopscope.auditing.free_range import FURTHEST, FreeRange
+from loopscope.auditing.drift import Drift
+from loopscope.auditing.free_range import FreeRange
 from loopscope.auditing.hidden import HIDDEN
 from loopscope.auditing.result import BlindDirections, Variable
 from loopscope.auditing.search import CLASSES, PUBLIC, StateFindings, median_dimension
 from loopscope.config import PAPER_PENALTY
+from loopscope.readings import FURTHEST, free_to_grow, in_fold
 
 SEVERITY = ("visible", "weak", "removed", "damped", "inert", "memory", "blind")
 """From harmless to alarm; over loops the last one counts."""
@@ -45,15 +47,16 @@ OTHER_REMEDY = ("let the readout see these directions, or add a loss term on the
 TENSOR_REMEDY = ("let an exit read this tensor, add a loss term on it, or norm it between loops", None)
 
 EVIDENCE = {
-    "visible": "free to run {free} before it costs 1 % of perplexity (from loop {k})",
-    "weak": "free to run {free} before it costs 1 % of perplexity (from loop {k})",
-    "removed": "free to run {free}, but no loop carries or writes it (loop {k}, gain {activity:.2g})",
-    "damped": "free to run {free}, but dying out by more than 5 % a loop (loop {k}, gain {activity:.2g})",
-    "inert": "free to run {free} and carried (loop {k}), but nothing ever reads it; only its range is at risk",
-    "memory": "free to run {free}, carried and read (loop {k}), but bounded by the loop",
-    "blind": "free to run {free} before it costs 1 % of perplexity{held}: {share:.0%} of tokens tenfold or more at "
-    "loop {k}; the next loop carries it on with gain {activity:.2g}, and later exits depend on it ({delayed:.1g})",
+    "visible": "{free}, from loop {k} on",
+    "weak": "{free}{held}, from loop {k} on",
+    "removed": "{free}, but no loop carries or writes it (loop {k}, gain {activity:.2g})",
+    "damped": "{free}, but dying out by more than 5 % a loop (loop {k}, gain {activity:.2g})",
+    "inert": "{free} and carried (loop {k}), but nothing ever reads it; only its range is at risk",
+    "memory": "{free}, carried and read (loop {k}), but bounded by the loop",
+    "blind": "{free}{held}. At loop {k}, {share:.0f} % of tokens are free tenfold or more, the next loop carries it on "
+    "with gain {activity:.2g}, and later exits depend on it ({delayed:.1g})",
 }
+"""What is claimed; where it is blind, the numbers behind it in a sentence of their own."""
 
 Findings = list[dict[int, StateFindings]]
 """One entry per state: loop → findings."""
@@ -285,9 +288,9 @@ def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variabl
     remedy, flag = REMEDIES.get(name, OTHER_REMEDY) if verdict == "blind" else (None, None)
     evidence = EVIDENCE[verdict].format(
         k=worst,
-        free=_far(ranges.median[worst]),
+        free=free_to_grow(ranges.median[worst], ranges.tenfold[worst] if ranges.is_free(worst) else None),
         held=ranges.held_by(worst),
-        share=ranges.tenfold[worst],
+        share=100 * ranges.tenfold[worst],
         delayed=delayed,
         activity=activity,
     )
@@ -314,8 +317,11 @@ def _medians(findings: Findings, of: Callable[[dict[int, StateFindings]], object
     return visibility, delayed, activity
 
 
-def _far(free: float) -> str:
-    return "without limit" if free >= FURTHEST else f"{free:.3g}-fold"
+def with_drift(variable: Variable, found: Drift) -> Variable:
+    """The variable with what training does to it, said before the numbers of its evidence."""
+    claim, stop, numbers = variable.evidence.partition(". ")
+    evidence = f"{claim}; {found.sentence()}{stop}{numbers}"
+    return replace(variable, drift=found.rate, driven=found.driven, evidence=evidence)
 
 
 def _tensor_variable(name: str, findings: Findings) -> Variable:
@@ -367,14 +373,11 @@ def _discovered(k: int, findings: Findings, found: BlindDirections, known: Seque
     if not names:
         return []
     visibility, delayed, activity, free = _strength("blind", k, findings)
+    lengths = "any number of" if free >= FURTHEST else in_fold(free).removesuffix("-fold")
     evidence = (
-        (
-            f"loop {k}: {_far(free)} lengths of the state along it go unnoticed; the next loop carries it on with gain "
-            f"{activity:.2g}, and later exits depend on it ({delayed:.1g}); found by the search at "
-            f"{found.agreement:.0%} of the states"
-        )
-        .replace("-fold lengths", " lengths")
-        .replace("without limit lengths", "any number of lengths")
+        f"{lengths} lengths of the state along it go unnoticed. At loop {k} the next loop carries it on with gain "
+        f"{activity:.2g}, and later exits depend on it ({delayed:.1g}); found by the search at "
+        f"{100 * found.agreement:.0f} % of the states"
     )
     near = {f"a direction near {name}": remedy for name, remedy in REMEDIES.items()}
     return [

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loopscope.experiments.documents import Reproduction
-from loopscope.readings import CLEAR, Run, exit_failure, final_norm, hides_scale
+from loopscope.readings import (
+    CLEAR,
+    FURTHEST,
+    Run,
+    Variable,
+    driven_by_training,
+    exit_failure,
+    final_norm,
+    free_to_grow,
+    hides_scale,
+    in_fold,
+)
 from loopscope.report.charts import plain, signed
 from loopscope.report.grouping import Group, group_runs
 from loopscope.report.sections import AuditView, ClaimTable, audit_views
@@ -18,6 +29,8 @@ from loopscope.report.series import each_run
 PER_LOOP, TERMINAL, NORMED, RAW = "per-loop", "terminal", "RMSNorm", "raw"
 SMALL = 0.1
 """Nats below which an exit costs next to nothing."""
+MOST_NAMED = 3
+"""Variables that are spoken of by name; the section on audits has all of them."""
 STATES = {
     "failed": ("failed", "failed"),
     "stopped": ("was stopped by a guard", "were stopped by a guard"),
@@ -70,6 +83,7 @@ def judge(
     tone, headline = _headline(groups, audits, claims)
     points = [
         Point("Where", _where(audits)),
+        Point("Free range", _free(audits)),
         Point("Scale", _scale(groups)),
         Point("Exits", _exits(groups)),
         Point("Remedy", _remedies(audits)),
@@ -126,6 +140,42 @@ def _where(audits: Sequence[AuditView]) -> str:
     if not blind or len(audits) == 1:
         return ""
     return f"{_listed(_labels(blind))}." + (f" Free of it: {_listed(_labels(free))}." if free else "")
+
+
+def _free(audits: Sequence[AuditView]) -> str:
+    """How far the blind variables are free, and whether training drives them; over several runs, from least to most."""
+    blind = [audit for audit in audits if audit.run.verdict == "blind-spot"]
+    found: dict[str, list[Variable]] = {}
+    for variable in (variable for audit in blind for variable in audit.variables):
+        if variable.verdict == "blind" and variable.free_range is not None:
+            found.setdefault(variable.name, []).append(variable)
+    parts = [f"{name} is {_range(each)}{_driven(each)}" for name, each in list(found.items())[:MOST_NAMED]]
+    more = [f"{len(found) - MOST_NAMED} more variables are free"] if len(found) > MOST_NAMED else []
+    return f"{'; '.join([*parts, *more])}." if parts else ""
+
+
+def _range(variables: Sequence[Variable]) -> str:
+    """From the smallest free range of a variable to the largest."""
+    if len(variables) == 1:
+        return free_to_grow(variables[0].free_range or 1.0, variables[0].free_tokens)
+    ranges = [variable.free_range for variable in variables if variable.free_range is not None]
+    low, high = in_fold(min(ranges)), in_fold(max(ranges))
+    if low == high:
+        return free_to_grow(min(ranges))
+    most = "without limit in some runs" if max(ranges) >= FURTHEST else f"{high} in others"
+    return f"free to grow {low} before it costs 1 % of perplexity, {most}"
+
+
+def _driven(variables: Sequence[Variable]) -> str:
+    """What training does to a variable in those runs where that was tried."""
+    tried = [variable for variable in variables if variable.driven is not None]
+    rates = [variable.drift for variable in tried if variable.driven and variable.drift is not None]
+    if not rates:
+        return ", and training from these weights does not drive it" if tried else ""
+    if len(tried) == 1:
+        return f", and {driven_by_training(rates[0])}"
+    most = max(rates, key=abs)
+    return f", and {driven_by_training(most)} at most (in {len(rates)} of {len(tried)} runs it is driven)"
 
 
 def _scale(groups: Sequence[Group]) -> str:
