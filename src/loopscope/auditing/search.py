@@ -240,16 +240,11 @@ def channel_sizes(states: Sequence[LoopState], carried: Carried, loops: Iterable
     """Root mean square of every channel of a token's share after each of the loops, over all tokens."""
     sizes = {}
     for k in loops:
-        tensors = [(states[k].h_BTD, 2)]
-        tensors += [(states[k].carried[part.name], 2) for part in carried.searched if part.per_token]
-        tensors += [(states[k].carried[part.name], 1) for part in carried.searched if not part.per_token]
+        held = [(states[k].h_BTD, True)]
+        held += [(states[k].carried[part.name], part.per_token) for part in carried.searched]
         parts = []
-        for tensor, leading in tensors:
-            rows = (
-                tensor.double().flatten(0, leading - 1).flatten(1)
-                if tensor.dim() > leading
-                else tensor.double().reshape(-1, 1)
-            )
+        for tensor, per_token in sorted(held, key=lambda one: not one[1]):  # as in `Layout.columns`
+            rows = tensor.double().reshape(len(tensor) * (tensor.shape[1] if per_token else 1), -1)
             rms = rows.square().mean(0).sqrt()
             parts.append(rms.clamp(min=max(SILENT * float(rms.square().mean().sqrt()), 1e-30)))
         sizes[k] = torch.cat(parts)
@@ -267,12 +262,8 @@ class _Question:
         window = self.window
         self.w_W, self.h_D = window.vector(k), window.h_D(k)
         self.units_X = lengths(window, k)
-        self.units_W = torch.cat(
-            [
-                self.units_X[: window.layout(k).token_width].repeat(window.tokens),
-                self.units_X[window.layout(k).token_width :],
-            ]
-        )
+        self.units_W = window.layout(k).repeated(self.units_X)
+        self.channels_W = window.layout(k).repeated(search.channels[k])
         self.disputed: tuple[str, ...] = ()
         self._corrections: tuple[Tensor, list[Tensor]] | None = None
         columns = window.layout(k).columns()
@@ -415,7 +406,7 @@ class _Question:
         loops = min(LATER_LOOPS, len(carried))
         if loops == 1:
             return self._kept(carried[0].T, rest, DAMPED)
-        weights_W1 = (self.units_W / self._channels())[:, None]
+        weights_W1 = (self.units_W / self.channels_W)[:, None]
         first_WC, last_WC = (weights_W1 * carried[index].T @ rest for index in (0, loops - 1))
         _, triangle = torch.linalg.qr(first_WC)
         back = torch.linalg.inv(triangle)
@@ -500,7 +491,7 @@ class _Question:
         gone: list[Tensor] = []
         for there in (j for j in self.search.supervised if j > self.k):
             if window.tokens > 1:
-                own_CW = rows_CW / self._channels()
+                own_CW = rows_CW / self.channels_W
                 last_CX = own_CW[:, window.layout(here).block(window.tokens - 1)[: window.layout(here).token_width]]
                 leaving, staying = _split(last_CX @ last_CX.T - 0.5 * own_CW @ own_CW.T)
                 gone.append(rest @ leaving)
@@ -511,23 +502,18 @@ class _Question:
                 images_CW = rest.T @ carried[there - here - 1] * self.units_W
             else:
                 (images_CW,) = push(partial(self._arrive, here=here, there=there), window.vector(here), rows_CW)
-            v_CW, u_CW = rows_CW / self._channels(), images_CW.double() / self._channels()
+            v_CW, u_CW = rows_CW / self.channels_W, images_CW.double() / self.channels_W
             a_CW = self._hidden_part(u_CW, there)
             b_CW = u_CW - a_CW
             hidden_CC, shown_CC, before_CC = (each @ each.T for each in (a_CW, b_CW, v_CW))
             kept, _ = _split(hidden_CC - shown_CC)
             still, _ = _split(kept.T @ (hidden_CC - STILL_THERE * before_CC) @ kept)
             kept = kept @ still
-            rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self._channels()), there
+            rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self.channels_W), there
         return _orthonormal(torch.cat([*gone, rest], dim=1))
 
     def _arrive(self, w_RW: Tensor, here: int, there: int) -> list[Tensor]:
         return [self.window.loops(w_RW, here, there - here)[-1]]
-
-    def _channels(self) -> Tensor:
-        """Root mean square of every channel of the joint state after loop k."""
-        sizes_X, per_token = self.search.channels[self.k], self.window.layout(self.k).token_width
-        return torch.cat([sizes_X[:per_token].repeat(self.window.tokens), sizes_X[per_token:]])
 
     def _hidden_part(self, u_CW: Tensor, k: int) -> Tensor:
         """What the exits at loop k hide of directions of the joint state, in units of each channel's rms."""
@@ -539,7 +525,7 @@ class _Question:
         for token in (0, *asked):
             block = layout.block(token)
             basis_XH = self.hidden(k, token).basis_XH * lengths(window, k, token)[:, None]
-            basis_XH = basis_XH / self._channels()[block][:, None]
+            basis_XH = basis_XH / self.channels_W[block][:, None]
             if token:  # what has no token is asked of the audited one
                 block, basis_XH = block[: layout.token_width], basis_XH[: layout.token_width]
             basis_XH = _orthonormal(basis_XH)

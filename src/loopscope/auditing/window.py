@@ -65,9 +65,11 @@ class Layout:
         """Indices of one token's share, followed by what has no token."""
         width = self.token_width
         shared = sum(part.width for part in self.parts if not part.per_token)
-        return torch.cat(
-            [torch.arange(width) + token * width, torch.arange(shared) + self.tokens * width],
-        )
+        return torch.cat([torch.arange(width) + token * width, torch.arange(shared) + self.tokens * width])
+
+    def repeated(self, values_X: Tensor) -> Tensor:
+        """Numbers of one token's share, the same for every token of the window."""
+        return torch.cat([values_X[: self.token_width].repeat(self.tokens), values_X[self.token_width :]])
 
     def columns(self) -> dict[str, slice]:
         """Where each tensor lies within such a block."""
