@@ -172,10 +172,18 @@ def test_a_readout_that_shows_the_variable_later_is_not_blind(ids_BT):
     assert verdicts(audited(model, ids_BT, supervised=[1, 2]))[:2] == (1, "blind")
 
 
-def test_loops_that_are_audited_are_the_supervised_ones_whose_state_goes_on():
+def test_loops_that_are_audited_are_those_whose_state_goes_on_to_an_exit():
     assert audited_loops([1, 2, 3]) == [1, 2]
     assert audited_loops([3]) == [3]
-    assert audited_loops([3, 2]) == [2]
+    assert audited_loops([4, 1]) == [1, 2, 3]
+    assert audited_loops(range(1, 65))[::7] == [1, 63]
+
+
+def test_what_is_free_between_two_exits_is_found_there(tiny, ids_BT):
+    """Raw at loop 1, RMSNorm at loop 4, nothing between: the exit of loop 1 does not hold what loop 2 writes."""
+    model = ls.build(replace(tiny, vocab_size=80, num_loops=4, readout="final-only"), seed=0)
+    assert verdicts(audited(model, ids_BT, supervised=[1, 4]))[:2] == (1, "blind")
+    assert verdicts(audited(model, ids_BT, supervised=[1, 3, 4]))[:2] == (0, "visible")
 
 
 def test_a_readout_without_any_derivative_names_its_loop(tiny, ids_BT):

@@ -213,7 +213,7 @@ class Readouts:
         own_X = torch.linalg.eigvalsh(gram_XX).clamp(min=0).sqrt()
         reference = float(own_X[own_X > NOTHING * own_X[-1]].median())
         later = sum(weight for j, weight in self.weights.items() if j >= k)
-        charge = 0.5 * self.weights[k] / later * LENGTHS**2 * float(h_D.double().square().sum()) / NOTICED
+        charge = 0.5 * self.weights.get(k, 0.0) / later * LENGTHS**2 * float(h_D.double().square().sum()) / NOTICED
         noticed_XX = charge * gram_XX + self._terms_noticed(window, token, k, w_W) / later
         squares_X, vectors_XX = torch.linalg.eigh(noticed_XX)
         basis_XH = vectors_XX[:, squares_X <= HIDDEN**2]

@@ -156,8 +156,8 @@ class Search:
         seed: int = 0,
         runnable: int | None = None,
     ) -> None:
-        """`terms` come with the scale from which each counts, `channels` are the rms of every channel after each
-        supervised loop, `runnable` is the last loop that runs.
+        """`terms` come with the scale from which each counts, `channels` are the rms of every channel after each loop,
+        `runnable` is the last loop that runs.
         """
         self.metric, self.runnable, self.channels, self.matrix_free = (
             LogitMetric(model),
@@ -172,7 +172,7 @@ class Search:
 
     @property
     def audited(self) -> list[int]:
-        """Supervised loops whose state goes on in training, a few of many; if only the last is supervised, that one."""
+        """Loops whose state goes on in training, a few of many; if only the last is supervised, that one."""
         return audited_loops(self.supervised)
 
     @property
@@ -224,13 +224,17 @@ class Search:
 
 
 def carried_on(supervised: Sequence[int]) -> list[int]:
-    """Supervised loops below the last; the last if it is the only one."""
-    return [k for k in supervised if k < max(supervised)] or list(supervised)
+    """Loops whose state goes on to a supervised one: all below the last, supervised or not; the last if it is alone.
+
+    What a loop between two exits leaves is seen by the later ones only.
+    """
+    last = max(supervised)
+    return list(range(1, last)) if len(supervised) > 1 else [last]
 
 
 def audited_loops(supervised: Sequence[int]) -> list[int]:
     """Loops whose state is audited: those whose state goes on in training, evenly chosen where there are many."""
-    loops = carried_on(sorted(supervised))
+    loops = carried_on(supervised)
     if len(loops) <= MOST_AUDITED:
         return loops
     return [loops[round(index * (len(loops) - 1) / (MOST_AUDITED - 1))] for index in range(MOST_AUDITED)]

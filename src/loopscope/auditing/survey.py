@@ -306,7 +306,7 @@ def _search(
         run.model,
         objections.mean_weights(),
         [(term, objections.reference(term)) for term in run.terms],
-        channels=channel_sizes(states, carried, run.supervised),
+        channels=channel_sizes(states, carried, range(1, run.supervised[-1] + 1)),
         matrix_free=options.matrix_free(width),
         seed=options.seed,
         runnable=run.runnable,
