@@ -71,7 +71,8 @@ def _moves(h_ND: Tensor, scale_N: Tensor, next_ND: Tensor) -> list[float]:
 
 def motion(states: list[LoopState]) -> str:
     """Where many loops lead: to a fixed point, around a cycle, or on and on."""
-    last = [state.h_BTD.flatten(0, 1).double() for state in states[-LONGEST_CYCLE - 2 :]]
+    rows = len(states[-1].h_BTD)  # fewer are followed beyond the trained depth
+    last = [state.h_BTD[:rows].flatten(0, 1).double() for state in states[-LONGEST_CYCLE - 2 :]]
     if _distance(last[-1], last[-2]) <= FIXED:
         return "fixed point"
     period = next((p for p in range(2, len(last)) if _distance(last[-1], last[-1 - p]) <= RETURNED), None)

@@ -40,6 +40,8 @@ Progress = Callable[[str, float], None]
 
 SHARE_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 HEAVIEST = 5
+TOKENS_BEYOND = 64
+"""Tokens that are followed beyond the trained depth."""
 TOKENS_AFTER = 5
 """Tokens after an audited one that are asked what they read of it: one more than the loops a direction is followed."""
 ROWS_DEPEND = (
@@ -161,8 +163,12 @@ def _roll_out(run: Survey) -> list[LoopState]:
         check_bf16_products()  # a network that is not shown may compute in it too
     searched = max(carried_on(run.supervised)) + max(LATER_LOOPS, run.supervised[-1])
     for k in range(1, max(run.options.rollout, run.model.num_loops + 1, searched) + 1):
+        before = states[-1]
+        if k > run.model.num_loops + 1:  # a few tokens tell where many loops lead
+            rows = max(1, TOKENS_BEYOND // before.h_BTD.shape[1])
+            before = before.take(torch.arange(min(rows, len(before.h_BTD)), device=before.h_BTD.device))
         try:
-            state = _next(run, states[-1], k)
+            state = _next(run, before, k)
         except Exception as error:
             if k <= run.model.num_loops:
                 raise
@@ -231,10 +237,13 @@ def _loops(run: Survey, states: list[LoopState]) -> list[Loop]:
     """The loops that are reported, up to one beyond the trained depth that cannot be read out; states end with them."""
     reported = states[: max(run.options.rollout, run.model.num_loops + 1) + 1]
     loops: list[Loop] = []
+    with torch.no_grad():
+        first = states[1].take(torch.tensor([0], device=run.ids_BT.device))
+        vocab_size = run.model.readout(first, 1).shape[-1]
     for k in range(1, len(states)):
         try:
             if k < len(reported):
-                loops.append(_loop(run, reported, k))
+                loops.append(_loop(run, reported, k, vocab_size))
             else:
                 with torch.no_grad():
                     run.model.readout(states[k], k)
@@ -247,20 +256,20 @@ def _loops(run: Survey, states: list[LoopState]) -> list[Loop]:
     return loops
 
 
-def _loop(run: Survey, states: list[LoopState], k: int) -> Loop:
+def _loop(run: Survey, states: list[LoopState], k: int, vocab_size: int) -> Loop:
     following = states[k + 1].h_BTD if k + 1 < len(states) else None
-    activity = loop_activity(k, states[k].h_BTD, following)
+    here_BTD = states[k].h_BTD if following is None else states[k].h_BTD[: len(following)]
+    activity, targets_BT = loop_activity(k, here_BTD, following), run.targets_BT[: len(states[k].h_BTD)]
     with torch.no_grad():
         version = states[k].h_BTD._version
         logits_BTV = run.model.readout(states[k], k)
         if states[k].h_BTD._version != version:
             raise ProtocolError(f"the readout at loop {k} changes its state h_{k} in place; clone it first")
-        vocab_size = run.model.readout(states[1], 1).shape[-1] if k > 1 else logits_BTV.shape[-1]
         if logits_BTV.shape[-1] != vocab_size:
             raise ProtocolError(f"the readout at loop {k} has {logits_BTV.shape[-1]} logits, at loop 1 {vocab_size}")
-        if int(run.targets_BT.max()) >= vocab_size:
-            raise DataError(f"target {int(run.targets_BT.max())} is outside the {vocab_size} logits of loop {k}")
-        ce = mean_cross_entropy(logits_BTV, run.targets_BT)
+        if int(targets_BT.max()) >= vocab_size:
+            raise DataError(f"target {int(targets_BT.max())} is outside the {vocab_size} logits of loop {k}")
+        ce = mean_cross_entropy(logits_BTV, targets_BT)
     if k > run.model.num_loops:
         return Loop(False, ce, None, None, activity)
     shares = field_shares(run.model, states[k], k, run.targets_BT).abs()
