@@ -394,10 +394,9 @@ def report(out: Path) -> int:
         return 2
     print(machine())
     print(f"{len(rows)} rows of {len(read_rows())}: {STEPS} steps of {BATCH} × {LENGTH} tokens; push {PUSH}\n")
-    print(
-        "| row | variable | verdict | free range | drift a step | pushed | in lengths | reached | paid | peak | final | ran |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    said = ("row", "variable", "verdict", "free range", "drift a step")
+    columns = (*said, "pushed", "in lengths", "reached", "paid", "peak", "final", "ran")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for each in rows:
         cells = (
             *(each.row.name, each.row.variable, each.verdict, _times(each.free_range)),
