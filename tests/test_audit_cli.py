@@ -9,7 +9,7 @@ import pytest
 
 from loopscope.cli import main
 from loopscope.cli.audit import parse_supervised
-from loopscope.cli.terminal import sparkline
+from loopscope.cli.terminal import progress, sparkline
 from loopscope.config import Config, ModelConfig
 from loopscope.errors import ConfigError
 from loopscope.verbs.remedies import remedied
@@ -148,16 +148,42 @@ def test_a_wrong_flag_is_named(audit, design, flags):
 
 
 def test_a_remedy_fine_tunes_into_a_new_folder_and_compares(run_folder, capsys):
-    code = main(["remedy", str(run_folder), "--how", "final-only", "--steps", "3"])
+    code = main(["remedy", str(run_folder), "--how", "final-only", "--steps", "30"])
     out = capsys.readouterr().out
-    assert code == 0
+    assert code == 0 and "outcome: FIXED" in out
     assert "before and after: final-only" in out and "blind-spot" in out and "controlled" in out
     fixed = run_folder.with_name("run-final-only")
     comparison = json.loads((fixed / "remedy.json").read_text())
     assert comparison["before"]["verdict"] == "blind-spot" and comparison["after"]["verdict"] == "controlled"
     assert [row["k"] for row in comparison["after"]["depths"]] == [1, 2, 3]
-    assert json.loads((fixed / "audit.json").read_text())["model"]["step"] == 3
+    assert json.loads((fixed / "audit.json").read_text())["model"]["step"] == 30
     assert not (run_folder / "remedy.json").exists()
+
+
+def test_a_remedy_that_costs_perplexity_is_not_called_fixed(run_folder, capsys):
+    """Three steps through another readout: the verdict is controlled at once, and the exits are ruined."""
+    assert main(["remedy", str(run_folder), "--how", "final-only", "--steps", "3"]) == 1
+    out = capsys.readouterr().out
+    assert "outcome: WORSE" in out and "perplexity at loop" in out and "FIXED" not in out
+    comparison = json.loads((run_folder.with_name("run-final-only") / "remedy.json").read_text())
+    assert comparison["after"]["verdict"] == "controlled" and comparison["outcome"] == "worse"
+    assert len(comparison["reasons"]) == 1 and "got worse" in comparison["reasons"][0]
+
+
+def test_a_remedy_that_sends_the_norm_up_is_not_called_fixed(run_folder, capsys):
+    """Two large steps with a penalty: it is seen now, and has not come down."""
+    assert main(["remedy", str(run_folder), "--steps", "2", "--lr", "0.3", "--json"]) == 1
+    comparison = json.loads(capsys.readouterr().out)
+    assert comparison["after"]["verdict"] == "controlled" and comparison["outcome"] == "worse"
+    assert comparison["reasons"][0].startswith("the norm went up: ‖h_3‖ ")
+
+
+def test_a_remedy_that_diverges_says_so_instead_of_blaming_derivatives(run_folder, capsys):
+    assert main(["remedy", str(run_folder), "--steps", "3", "--lr", "1e30"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "Traceback" not in said.err
+    error = said.err.splitlines()[-1]
+    assert "nan at loop 1, so there is nothing to compare" in error and "try a smaller --lr than 1e+30" in error
 
 
 def test_the_clamp_needs_no_training(run_folder, capsys):
@@ -196,7 +222,7 @@ def test_a_push_is_told_in_a_table_with_its_price_and_progress_on_stderr(audit, 
     code, out, err = audit(str(run_folder), *PUSH)
     assert code == 1
     assert "push test" in out and "nats" in out and "4 steps after 3" in out
-    assert "push: scale" in err and "push" not in err.split("push: ")[0].splitlines()[0]
+    assert "run: push: " in err and "push" not in err.splitlines()[0]
 
 
 def test_a_push_of_a_run_is_kept_in_its_audit_and_in_the_json(audit, run_folder):
@@ -236,3 +262,10 @@ def test_an_interrupted_push_leaves_the_audit_behind(audit, run_folder, monkeypa
 def test_a_push_of_no_steps_is_refused(audit, design):
     code, _, err = audit(design("raw"), "--push", "--push-steps", "0")
     assert code == 2 and "--push-steps" in err
+
+
+def test_without_a_terminal_progress_is_told_once_halfway(capsys):
+    with progress("a model") as advance:
+        for share in (0.0, 0.3, 0.6, 0.7, 0.9):
+            advance("search", share)
+    assert capsys.readouterr().err == "loopscope: a model: 60%, search\n"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from loopscope.auditing.clamp import clamped
     from loopscope.auditing.push import PushOptions, PushResult
     from loopscope.auditing.result import AuditResult
+    from loopscope.auditing.trial import Recipe
     from loopscope.auditing.watch import watch
     from loopscope.config import Config, ModelConfig, ObjectiveConfig, TargetConfig, load_config
     from loopscope.errors import LoopscopeError
@@ -59,6 +60,7 @@ _HOME = {
     "loopscope.auditing.clamp": ("clamped",),
     "loopscope.auditing.push": ("PushOptions", "PushResult"),
     "loopscope.auditing.result": ("AuditResult",),
+    "loopscope.auditing.trial": ("Recipe",),
     "loopscope.auditing.watch": ("watch",),
     "loopscope.config": ("Config", "ModelConfig", "ObjectiveConfig", "TargetConfig", "load_config"),
     "loopscope.errors": ("LoopscopeError",),
@@ -105,6 +107,7 @@ __all__ = [
     "PushOptions",
     "PushResult",
     "ReadoutLoss",
+    "Recipe",
     "ScaleAnchor",
     "Scheduled",
     "SharedCore",

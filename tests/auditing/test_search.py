@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import loopscope as ls
+from loopscope.auditing.derivatives import _push_by_two_backward_passes, jacobian, pull, push
 from loopscope.auditing.search import audited_loops, least_squares_residual, median_dimension
-from loopscope.auditing.token_maps import _push_by_two_backward_passes, jacobian, pull, push, token_maps
+from loopscope.auditing.window import windows
 from loopscope.errors import ProtocolError
 
 OPTIONS = ls.AuditOptions(states=4, prefix=8, rollout=6)
@@ -120,29 +122,31 @@ def test_damping_leaves_what_only_a_huge_solution_could_explain():
 
 
 @pytest.mark.parametrize("coda", [0, 1])
-def test_one_token_against_a_cache_is_the_whole_prefix(tiny, ids_BT, coda):
+@pytest.mark.parametrize("position", [11, 6])
+def test_a_window_against_a_cache_is_the_whole_prefix(tiny, ids_BT, coda, position):
     model = ls.build(replace(tiny, coda_layers=coda), seed=0).double().eval()
-    cached = token_maps(model, ids_BT[0], 4)
-    whole = replace(cached, cache=None, states=ls.run_loops(model, ids_BT[:1], num_loops=4).states)
+    cached = windows(model, ids_BT[0], position, 4).ahead
     assert cached.cache is not None
+    assert cached.tokens == 12 - position
+    states = ls.run_loops(model, ids_BT[:1], num_loops=4).states
+    whole = replace(cached, cache=None, states=states, start=position)
     for k in (1, 2, 3):
-        h_D = cached.h_D(k)
-        torch.testing.assert_close(h_D, whole.h_D(k))
-        for ours, theirs in ((cached.loop, whole.loop), (cached.shown, whole.shown)):
-            j = k if ours == cached.shown else k + 1
-            torch.testing.assert_close(jacobian(lambda h: ours(h, j), h_D), jacobian(lambda h: theirs(h, j), h_D))  # noqa: B023
+        w_W = cached.vector(k)
+        torch.testing.assert_close(w_W, whole.vector(k))
+        for ours, theirs, j in ((cached.loop, whole.loop, k + 1), (cached.shown, whole.shown, k)):
+            torch.testing.assert_close(jacobian(partial(ours, k=j), w_W), jacobian(partial(theirs, k=j), w_W))
 
 
 def test_pushed_pulled_and_twice_pulled_derivatives_agree(tiny, ids_BT):
     model = ls.build(tiny, seed=0).double().eval()
-    token = token_maps(model, ids_BT[0], 3)
-    h_D = token.h_D(1)
-    forward_RD, backward_RD = torch.randn(2, 3, 32, dtype=torch.float64)
-    (pushed,) = push(lambda h: [token.loop(h, 2)], h_D, forward_RD)
-    (twice,) = _push_by_two_backward_passes(lambda h: [token.loop(h, 2)], h_D, forward_RD)
+    window = windows(model, ids_BT[0], 6, 3).alone
+    w_W = window.vector(1)
+    forward_RW, backward_RW = torch.randn(2, 3, 32, dtype=torch.float64)
+    (pushed,) = push(lambda w: [window.loop(w, 2)], w_W, forward_RW)
+    (twice,) = _push_by_two_backward_passes(lambda w: [window.loop(w, 2)], w_W, forward_RW)
     torch.testing.assert_close(pushed, twice)
-    pulled = pull(lambda h: token.loop(h, 2), h_D, backward_RD)
-    torch.testing.assert_close((pushed * backward_RD).sum(-1), (pulled * forward_RD).sum(-1))
+    pulled = pull(lambda w: window.loop(w, 2), w_W, backward_RW)
+    torch.testing.assert_close((pushed * backward_RW).sum(-1), (pulled * forward_RW).sum(-1))
 
 
 def test_a_readout_that_shows_the_variable_later_is_not_blind(ids_BT):

@@ -103,7 +103,7 @@ def test_audit_returns_what_the_verb_prints_but_for_what_it_cost(run, verb):
 def test_the_options_of_the_verb_and_of_the_function_have_one_set_of_defaults():
     from loopscope.cli.audit import Audit
 
-    assert Audit(target="x").options() == AuditOptions()
+    assert Audit(targets=("x",)).options() == AuditOptions()
 
 
 def test_the_audit_of_a_design_takes_its_weights_from_the_seed(verb):
@@ -138,7 +138,7 @@ def test_a_model_itself_is_audited_on_the_batches_it_is_given(tiny, ids_BT):
 def test_remedy_returns_what_the_verb_prints(run, tmp_path, verb, one_thread):
     result = ls.remedy(run, how="penalty", steps=3, out=tmp_path / "function")
     code, printed = verb("remedy", run, "--how", "penalty", "--steps", "3", "--out", tmp_path / "verb")
-    assert code == 0
+    assert code == (0 if result.outcome == "fixed" else 1) and printed["outcome"] == result.outcome
     assert {**printed, "run": None} == as_json({**result.to_json(), "run": None, "schema_version": 1})
     assert metrics(tmp_path / "verb") == metrics(tmp_path / "function")
     audits = [json.loads((tmp_path / name / "audit.json").read_text()) for name in ("verb", "function")]

@@ -5,7 +5,6 @@ Shape legend: B batch, T tokens, D width, V vocabulary, K loops.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,15 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity
 
 from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.activity import loop_activity, motion
+from loopscope.auditing.derivative_checks import check_derivatives
+from loopscope.auditing.derivatives import with_the_same_noise
+from loopscope.auditing.drift import TRIALS, affordable, drift
 from loopscope.auditing.free_range import FreeRange, Objections
 from loopscope.auditing.interventions import CLAMPED, INTERVENTIONS, intervened_cross_entropy
-from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject
-from loopscope.auditing.search import LATER_LOOPS, Search, audited_loops, carried_on, unit_fields
-from loopscope.auditing.token_maps import Map, TokenMaps, push, token_maps, with_the_same_noise
+from loopscope.auditing.result import AuditResult, Loop, Subject, Variable
+from loopscope.auditing.search import LATER_LOOPS, Search, audited_loops, carried_on, channel_sizes
+from loopscope.auditing.trial import Recipe, TrialObjective, size_along, size_within
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.auditing.visibility import (
     ALPHAS,
@@ -34,8 +35,9 @@ from loopscope.auditing.visibility import (
     mean_cross_entropy,
     raw_readout_control,
 )
+from loopscope.auditing.window import Carried, Windows, keeps_its_cache, windows
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import ConfigError, DataError, ProtocolError
+from loopscope.errors import ConfigError, DataError, LoopscopeError, ProtocolError
 from loopscope.machine import check_bf16_products
 from loopscope.objectives.placement import exit_weights
 from loopscope.objectives.terms import Term
@@ -47,16 +49,11 @@ Progress = Callable[[str, float], None]
 
 SHARE_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 HEAVIEST = 5
-PRINCIPAL_COMPONENTS = 4
+TOKENS_AFTER = 5
+"""Tokens after an audited one that are asked what they read of it: one more than the loops a direction is followed."""
 ROWS_DEPEND = (
     "the rows of a batch depend on one another (batch statistics?): every state was searched as a batch of its own"
 )
-DERIVATIVE_WRONG = 0.3
-"""Relative difference from which a derivative is not that of the function."""
-COARSE_STEPS = (1e-2, 1e-1, 3e-1, 1.0)
-"""Changes, in lengths of the state, that show where a function goes which jumps at smaller ones."""
-COARSE_AGREEMENT = 0.5
-"""Cosine of such a change and the declared derivative: one bit per channel still gives 0.6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,7 @@ class AuditOptions:
     """Prefixes whose last token is searched for blind directions."""
     prefix: int = 16
     """Tokens of such a prefix."""
-    tokens: int = 512
+    tokens: int = 256
     """Tokens that norms, shares, sweeps and interventions are measured on."""
     rollout: int = 30
     """Loops that the activity is followed through."""
@@ -96,6 +93,7 @@ class _Run:
     gated: bool
     terms: Sequence[Term]
     fields: dict[str, Field]
+    untrained_scale: float
     options: AuditOptions
     progress: Progress
     notes: list[str] = field(default_factory=list)
@@ -118,6 +116,8 @@ def audit(
     terms: Sequence[Term] = (),
     fields: dict[str, Field] | None = None,
     options: AuditOptions | None = None,
+    recipe: Recipe | None = None,
+    untrained_scale: float = 1.0,
     name: str | None = None,
     step: int | None = None,
     progress: Progress = lambda *_: None,
@@ -126,7 +126,8 @@ def audit(
 
     `batches` are ids (B, T) or pairs of ids and targets; without targets, each token predicts the next. `supervised`
     says which loops get cross-entropy ("every-loop", "terminal" or a list), `terms` what else is in the loss, besides
-    the model's own losses.
+    the model's own losses. With a `recipe` of training, what is blind is also asked whether training drives it.
+    `untrained_scale` is that of the states before training, from which a penalty counts if it is above 1.
     The model comes back as it was.
     """
     started = time.perf_counter()
@@ -140,7 +141,7 @@ def audit(
     for term in terms:
         term.check()
     fields = {**FIELDS, **(fields or {})}
-    run = _Run(model, network, ids_BT, targets_BT, weights, gated, terms, fields, options, progress)
+    run = _Run(model, network, ids_BT, targets_BT, weights, gated, terms, fields, untrained_scale, options, progress)
     dtype = widest_affordable(network)
     with borrowed(network) as held:
         torch.manual_seed(options.seed)  # a state that starts from noise is then the same in every audit
@@ -153,8 +154,48 @@ def audit(
             run = replace(run, notes=[], doubts=[], runnable=None)
             run.notes.append(f"the model does not run in {dtype}, so it was audited in its own dtype ({error})")
             parts = _measure(run)
+    if recipe is not None:
+        parts["search"] = _with_drift(run, recipe, supervised, *parts["search"])
     subject = _subject(run, parts["states"], name, step)
     return _assemble(run, subject, parts, time.perf_counter() - started)
+
+
+def _with_drift(
+    run: _Run, recipe: Recipe, supervised: Supervised, found: verdicts.Found, known: list[Variable]
+) -> tuple[verdicts.Found, list[Variable]]:
+    """What is blind, each with the rate at which training drives it."""
+    sizes = {
+        one.name: size_along(run.fields[one.name]) if one.name in run.fields else size_within(found.h_directions_DC)
+        for one in known
+        if one.verdict == "blind" and (one.name in run.fields or one.name in found.discovered)
+    }
+    if not sizes:
+        return found, known
+    if not affordable(run.model):
+        run.notes.append("whether training drives what is blind was not tried: no weights to train, or very many")
+        return found, known
+    own = OwnLosses.of(run.model)
+    told = [term for term in run.terms if own is None or term not in own.losses()]
+    pairs = list(zip(run.ids_BT.chunk(TRIALS), run.targets_BT.chunk(TRIALS), strict=True))
+    run.progress("drift", 0.95)
+    try:
+        objective = TrialObjective(supervised, told, run.model.num_loops)
+        drifts = drift(run.model, pairs, objective, sizes, recipe=recipe)
+    except (LoopscopeError, RuntimeError) as error:
+        run.notes.append(f"whether training drives what is blind could not be tried: {error}")
+        return found, known
+    run.notes.append(f"drift: {TRIALS} trials of a few AdamW steps at a learning rate of {recipe.lr:g}")
+    return found, [
+        replace(
+            one,
+            drift=drifts[one.name].rate,
+            driven=drifts[one.name].driven,
+            evidence=f"{one.evidence}; {drifts[one.name].sentence()}",
+        )
+        if one.name in drifts
+        else one
+        for one in known
+    ]
 
 
 def _gather(batches: Iterable[Batch], options: AuditOptions) -> tuple[Tensor, Tensor]:
@@ -208,10 +249,12 @@ def _measure(run: _Run) -> dict[str, Any]:
         parts["interventions"].append({"name": name, "clamps": CLAMPED.get(name), "ce": ce, "delta_ce": ce - before})
     parts["heaviest_tokens"] = _heaviest(run.ids_BT, states[num_loops].h_BTD)
     parts["control"] = raw_readout_control(states[num_loops].h_BTD, run.targets_BT)
-    objections = Objections(run.model, states, run.weights, run.terms, gated=run.gated)
+    objections = Objections(
+        run.model, states, run.weights, run.terms, gated=run.gated, untrained_scale=run.untrained_scale
+    )
     audited = audited_loops(run.supervised)
     ranges = {name: objections.free_range(of, audited) for name, of in run.fields.items()}
-    parts["search"] = _search(run, ranges)
+    parts["search"] = _search(run, states, objections, ranges, parts["causal"])
     return parts
 
 
@@ -359,16 +402,20 @@ def _heaviest(ids_BT: Tensor, h_BTD: Tensor) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _search(run: _Run, ranges: dict[str, FreeRange]) -> tuple[BlindDirections, list[Any]]:
-    """Sample prefixes, examine each, and sum up."""
+def _search(
+    run: _Run, states: list[LoopState], objections: Objections, ranges: dict[str, FreeRange], causal: bool
+) -> tuple[verdicts.Found, list[Variable]]:
+    """Sample tokens, examine each, and sum up."""
     options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
-    count = min(options.states, run.ids_BT.numel())
-    rows, lengths = _prefixes(run.ids_BT, options, count, generator)
-    width = run.model.embed(run.ids_BT[:1, :1]).h_BTD.shape[-1]
+    carried = Carried.of(states[: run.model.num_loops + 1])
+    run.notes.extend(carried.skipped)
+    places = _places(run.ids_BT, options, generator)
+    width = states[0].h_BTD.shape[-1] + sum(part.width for part in carried.searched)
     search = Search(
         run.model,
-        run.weights,
-        run.terms,
+        objections.mean_weights(),
+        [(term, objections.reference(term)) for term in run.terms],
+        channels=channel_sizes(states, carried, run.supervised),
         matrix_free=options.matrix_free(width),
         seed=options.seed,
         runnable=run.runnable,
@@ -378,33 +425,57 @@ def _search(run: _Run, ranges: dict[str, FreeRange]) -> tuple[BlindDirections, l
         loops = ", ".join(map(str, search.audited))
         run.notes.append(f"of the {len(every)} loops whose state goes on, {len(search.audited)} were searched: {loops}")
     findings: verdicts.Findings = []
-    row_by_row = False
-    states_at: dict[int, list[Tensor]] = {k: [] for k in search.audited}
-    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        run.progress("search", 0.4 + 0.6 * index / count)
-        token = _token(run, search, run.ids_BT[row, :length], row_by_row)
+    row_by_row, cached = (
+        False,
+        causal and not search.repeats and keeps_its_cache(run.model, run.ids_BT[0, :8], search.deepest),
+    )
+    for index, (row, position, end) in enumerate(places):
+        share = partial(_report, run.progress, index, len(places))
+        share(0.0)
+        around = _around(run, search, run.ids_BT[row, :end], position, carried, causal, cached, row_by_row)
         if index == 0:
-            if row_by_row := token.rows_depend_on_one_another():
-                token = replace(token, row_by_row=True)
+            if row_by_row := around.alone.rows_depend_on_one_another():
+                around = around.row_by_row()
                 run.notes.append(ROWS_DEPEND)
-            _check_derivatives(run, token)
-        findings.append(search.examine(token, run.fields, ranges))
-        for k in search.audited:
-            states_at[k].append(token.h_D(k).double())
-    components_DC = _principal_components(torch.stack([h_D for states in states_at.values() for h_D in states]))
-    found = verdicts.blind_directions(findings, components_DC, states_at)
+            if (note := check_derivatives(around.alone, run.fields)) is not None:
+                run.notes.append(note)
+        findings.append(search.examine(around, run.fields, ranges, share))
     _doubt_unread_states(run, findings)
     _doubt_rounding(run, findings)
     _note_disputes(run, findings)
-    return found, verdicts.variables(findings, found, ranges)
+    return verdicts.judge(findings, ranges, carried.constant)
 
 
-def _token(run: _Run, search: Search, ids_T: Tensor, row_by_row: bool) -> TokenMaps:
-    """One state to search; where no loop comes after the audited one, the last is run again in its stead."""
+def _report(progress: Progress, state: int, states: int, share: float) -> None:
+    progress("search", 0.4 + 0.6 * (state + share) / states)
+
+
+def _around(
+    run: _Run,
+    search: Search,
+    ids_T: Tensor,
+    position: int,
+    carried: Carried,
+    causal: bool,
+    cached: bool,
+    row_by_row: bool,
+) -> Windows:
+    """One token to search; where no loop comes after the audited one, the last is run again in its stead."""
+    around = partial(
+        windows,
+        run.model,
+        ids_T,
+        position,
+        search.deepest,
+        carried=carried,
+        causal=causal,
+        cached=cached,
+        row_by_row=row_by_row,
+    )
     if not search.repeats:
-        return token_maps(run.model, ids_T, search.deepest, row_by_row=row_by_row)
+        return around()
     try:
-        return token_maps(run.model, ids_T, search.deepest, last_loop=run.runnable, row_by_row=row_by_row)
+        return around(last_loop=run.runnable)
     except Exception as error:
         raise ProtocolError(
             f"only loop {search.num_loops} is supervised, and nothing can be run after it ({type(error).__name__}: "
@@ -420,7 +491,7 @@ def _doubt_unread_states(run: _Run, findings: verdicts.Findings) -> None:
     which = f"loop {unread[0] + 1} does not depend on h_{unread[0]}"
     if len(unread) < len(findings[0]):
         run.notes.append(f"{which}: nothing of that state is carried on")
-    elif any(one[k].hidden.basis_DN.shape[1] for one in findings for k in unread):
+    elif any(one[k].hidden.basis_XH.shape[1] for one in findings for k in unread):
         run.doubts.append(
             f"no loop reads the state yet ({which}; an injection that starts with a weight of zero?), so what training "
             "will make it carry is not known; audit it after some steps"
@@ -457,88 +528,15 @@ def _note_disputes(run: _Run, findings: verdicts.Findings) -> None:
                 )
 
 
-def _prefixes(
-    ids_BT: Tensor, options: AuditOptions, count: int, generator: torch.Generator
-) -> tuple[list[int], list[int]]:
-    """Rows and lengths of the sampled prefixes: any row, half of the asked length to the whole."""
-    longest = min(options.prefix, ids_BT.shape[1])
+def _places(ids_BT: Tensor, options: AuditOptions, generator: torch.Generator) -> list[tuple[int, int, int]]:
+    """Tokens to search, as row, position and where the text that is run ends: some tokens after it, if there are."""
+    length = ids_BT.shape[1]
+    after = min(TOKENS_AFTER, length // 2)
+    longest = min(options.prefix, length - after)
+    count = min(options.states, ids_BT.numel())
     rows = torch.randint(len(ids_BT), (count,), generator=generator).tolist()
-    return rows, torch.randint((longest + 1) // 2, longest + 1, (count,), generator=generator).tolist()
-
-
-def _check_derivatives(run: _Run, token: TokenMaps) -> None:
-    """Derivatives against finite differences: a detach or no_grad inside would look like a removed variable."""
-    random_RD = torch.randn(4, len(token.h_D(0)), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    coarse = []
-    for k in range(1, run.model.num_loops + 1):
-        checks = {
-            f"loop {k}": (token.h_D(k - 1), partial(token.loop, k=k)),
-            f"readout at loop {k}": (token.h_D(k), partial(token.shown, k=k)),
-        }
-        for what, (h_D, function) in checks.items():
-            named_MD = unit_fields(run.fields, h_D).cpu()  # the search compares derivative and change along these
-            directions_RD = random_RD - random_RD @ torch.linalg.pinv(named_MD) @ named_MD
-            directions_RD = (directions_RD / directions_RD.norm(dim=-1, keepdim=True)).to(h_D)
-            directions_RD *= h_D.norm() if h_D.any() else len(h_D) ** 0.5  # a state may start from zeros
-            if not _passes_its_derivative(what, function, h_D, directions_RD):
-                coarse.append(what)
-    if coarse:
-        run.notes.append(
-            f"the {coarse[0]} changes in jumps (a cast to a coarse dtype, a straight-through quantisation?), "
-            f"{len(coarse)} of the {2 * run.model.num_loops} loops and readouts do: declared derivatives are believed"
-        )
-
-
-def _passes_its_derivative(what: str, function: Map, h_D: Tensor, directions_RD: Tensor) -> bool:
-    """True where small changes confirm the derivative, False where the function is too coarse for small ones.
-
-    A function is smooth here if its differences at two small steps agree; then they are its derivative, and another one
-    is an error. A coarse function (bf16 inside, a rounding with a straight-through derivative) jumps: its differences
-    at small steps are noise or zero. Over larger steps it must still move where its declared derivative points.
-    """
-    steps = (1e-5, 1e-4) if h_D.dtype == torch.float64 else (1e-2, 3e-2)
-    differences = [_difference(function, h_D, directions_RD, step) for step in (*steps, *COARSE_STEPS)]
-    small, less_small, *large = differences
-    nothing = 1e-6 * float(with_the_same_noise(function, h_D[None]).double().norm())
-    if not math.isfinite(nothing):
-        raise ProtocolError(f"the {what} makes NaN or infinity of a finite state h")
-    if all(float(difference.norm()) <= nothing for difference in differences):
-        return True
-    (tangents_RF,) = push(lambda h_RD: [function(h_RD)], h_D, directions_RD)
-    tangent = tangents_RF.double().flatten()
-    if not tangent.isfinite().all():
-        return True  # the search says so, and of which state
-    if float(small.norm()) > nothing and _close(tangent, small):
-        return True
-    smooth = float(small.norm()) > nothing and _close(small, less_small) and _close(less_small, small)
-    if smooth or not any(_points_the_same_way(tangent, difference) for difference in large):
-        raise ProtocolError(
-            f"the {what} depends on its state h but does not pass on its derivative (a detach or no_grad inside?): "
-            "nothing can be said about what it hides or carries"
-        )
-    return False
-
-
-def _difference(function: Map, h_D: Tensor, directions_RD: Tensor, step: float) -> Tensor:
-    """(f(h + step·v) − f(h − step·v))/(2·step) of all directions, each side with the same random numbers."""
-    ahead, behind = (with_the_same_noise(function, h_D + sign * step * directions_RD) for sign in (1, -1))
-    return ((ahead.double() - behind.double()) / (2 * step)).flatten()
-
-
-def _points_the_same_way(tangent: Tensor, difference: Tensor) -> bool:
-    """Roughly: as one bit per channel still does, and a derivative of which most is missing does not."""
-    share = float(tangent.norm()) / max(float(difference.norm()), 1e-300)
-    return float(cosine_similarity(tangent, difference, dim=0)) >= COARSE_AGREEMENT and 0.2 <= share <= 5
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return float((one - other).norm()) <= DERIVATIVE_WRONG * float(other.norm())
-
-
-def _principal_components(states_SD: Tensor) -> Tensor:
-    centred_SD = states_SD - states_SD.mean(0)
-    _, _, right = torch.linalg.svd(centred_SD, full_matrices=False)
-    return right[:PRINCIPAL_COMPONENTS].T
+    prefixes = torch.randint((longest + 1) // 2, longest + 1, (count,), generator=generator).tolist()
+    return [(row, prefix - 1, prefix + after) for row, prefix in zip(rows, prefixes, strict=True)]
 
 
 def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | None) -> Subject:
@@ -563,15 +561,17 @@ def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | N
 
 def _assemble(run: _Run, subject: Subject, parts: dict[str, Any], seconds: float) -> AuditResult:
     found, known = parts["search"]
-    blind = found.dimension or any(variable.verdict == "blind" for variable in known)
+    blind = found.directions.dimension or any(variable.verdict == "blind" for variable in known)
     verdict = "blind-spot" if blind else "undecided" if run.doubts else "controlled"
-    summary = f"Undecided: {run.doubts[0]}." if verdict == "undecided" else verdicts.summary(verdict, found, known)
+    summary = (
+        f"Undecided: {run.doubts[0]}." if verdict == "undecided" else verdicts.summary(verdict, found.directions, known)
+    )
     return AuditResult(
         model=subject,
         verdict=verdict,
         summary=summary,
         variables=known,
-        blind_directions=found,
+        blind_directions=found.directions,
         loops=parts["loops"],
         motion=parts["motion"],
         alpha_sweep=parts["alpha_sweep"],

@@ -13,7 +13,8 @@ free range is the smallest α at which the objective has noticed 0.01 nats,
 
 An exit notices the response of its logits and not the change of CE, which saturates on text that a model has fitted; g
 lifts the tiny logits of an untrained model. A term notices its own increase, counted from a reference that the design
-fixes and never from the audited state, which may have run already: scale 1, or the scale at which the term is least.
+fixes and never from the audited state, which may have run already: scale 1, that of the untrained states, or the scale
+at which the term is least, whichever is largest.
 
 Shape legend: A factors α, J exits, N tokens, D width, V vocabulary.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -54,6 +55,12 @@ class FreeRange:
     tenfold: dict[int, float]
     """Loop k → share of tokens that are free tenfold or more."""
     hundredfold: dict[int, float]
+    term_norm: dict[int, float] = field(default_factory=dict)
+    """Loop k → ‖h‖ at which the terms alone have noticed it; absent where they never do."""
+
+    def held_by(self, k: int) -> str:
+        """A clause that says where the terms begin to cost, if they do."""
+        return f" (the penalty begins to cost from ‖h‖ ≈ {self.term_norm[k]:,.0f})" if k in self.term_norm else ""
 
     def is_free(self, k: int) -> bool:
         """Whether half of the tokens are free tenfold, or a population of 5 % a hundredfold."""
@@ -82,7 +89,10 @@ class Objections:
         terms: Sequence[Term],
         *,
         gated: bool = False,
+        untrained_scale: float = 1.0,
     ) -> None:
+        """`untrained_scale` is that of the states before training; below 1 it is 1."""
+        self.untrained_scale = untrained_scale
         self.model, self.weights, self.terms = model, dict(weights), [t for t in terms if not t.inside_cross_entropy]
         self.z_loss = sum(term.weight for term in terms if term.inside_cross_entropy)
         self.gate = ExitGate.needed(model, "an audit of gated exits") if gated else None
@@ -92,30 +102,39 @@ class Objections:
         self.states = {k: self._judged(states[k].take(first), k) for k in loops}
 
     @torch.no_grad()
-    def free_range(self, field: Field, loops: Sequence[int]) -> FreeRange:
+    def free_range(self, of: Field, loops: Sequence[int]) -> FreeRange:
         """Of one variable, moved from each of the loops on."""
         alphas_A = factors()
-        exits = {j: self._exit(field, j, alphas_A) for j in self.weights}
+        exits = {j: self._exit(of, j, alphas_A) for j in self.weights}
         weights_JN = self._weights()
-        ranges = {}
+        ranges, term_norm = {}, {}
         for k in loops:
             later = [j for j in self.weights if j >= k] or [max(self.weights)]
             total_N = sum(weights_JN[j] for j in later)
-            charged_AN = sum(weights_JN[j] * exits[j] for j in later) / total_N
-            charged_AN = charged_AN + self._terms(field, k, alphas_A)[:, None] / total_N
-            ranges[k] = _first_crossing(alphas_A, charged_AN)
+            terms_AN = self._terms(of, k, alphas_A)[:, None] / total_N
+            ranges[k] = _first_crossing(alphas_A, sum(weights_JN[j] * exits[j] for j in later) / total_N + terms_AN)
+            alone = float(_first_crossing(alphas_A, terms_AN).median())
+            if math.isfinite(alone):
+                width = self.states[k].h_BTD.shape[-1]
+                term_norm[k] = alone * max(map(self.reference, self.terms)) * width**0.5
         return FreeRange(
             {k: float(range_N.median()) for k, range_N in ranges.items()},
             {k: float((range_N >= 10).double().mean()) for k, range_N in ranges.items()},
             {k: float((range_N >= 100).double().mean()) for k, range_N in ranges.items()},
+            term_norm,
         )
 
     @torch.no_grad()
-    def charge(self, field: Field, alpha: float) -> Tensor:
+    def charge(self, of: Field, alpha: float) -> Tensor:
         """Nats that a move by α from the first loop on costs, for every token."""
         alphas_A, weights = torch.tensor([alpha], dtype=torch.float64), self._weights()
-        exits = sum(weights[j] * self._exit(field, j, alphas_A)[0] for j in self.weights)
-        return (exits + self._terms(field, 1, alphas_A)) / sum(weights.values())
+        exits = sum(weights[j] * self._exit(of, j, alphas_A)[0] for j in self.weights)
+        return (exits + self._terms(of, 1, alphas_A)) / sum(weights.values())
+
+    def mean_weights(self) -> dict[int, float]:
+        """w_j of every exit, on average over tokens."""
+        with torch.no_grad():
+            return {j: float(weight_N.mean()) for j, weight_N in self._weights().items()}
 
     def _judged(self, state: LoopState, k: int) -> LoopState:
         """A state below scale 1 at scale 1, where its logits keep their direction: there a norm's eps leaks."""
@@ -132,7 +151,7 @@ class Objections:
         logits_BTV = self.model.readout(state, k).double()
         return logits_BTV - logits_BTV.mean(-1, keepdim=True)
 
-    def _exit(self, field: Field, j: int, alphas_A: Tensor) -> Tensor:
+    def _exit(self, of: Field, j: int, alphas_A: Tensor) -> Tensor:
         """e_j of every factor and token."""
         state = self.states[j]
         base_BTV = self.model.readout(state, j).double()
@@ -140,7 +159,7 @@ class Objections:
         gain_BT1 = 1 / centred_BTV.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30, max=1)
         charged = []
         for alpha in alphas_A.tolist():
-            moved_BTV = self.model.readout(state.with_h(_moved(state.h_BTD, field, alpha)), j).double()
+            moved_BTV = self.model.readout(state.with_h(_moved(state.h_BTD, of, alpha)), j).double()
             change_BTV = moved_BTV - base_BTV
             z_BTV = gain_BT1 * (change_BTV - change_BTV.mean(-1, keepdim=True))
             few_BT = z_BTV.logsumexp(-1) - math.log(z_BTV.shape[-1])
@@ -164,35 +183,38 @@ class Objections:
         logits = [self.gate.exit_logits(each).double().flatten() for each in features]
         return dict(zip(self.weights, exit_distribution(torch.stack(logits)).exp(), strict=True))
 
-    def _terms(self, field: Field, k: int, alphas_A: Tensor) -> Tensor:
+    def _terms(self, of: Field, k: int, alphas_A: Tensor) -> Tensor:
         """What all terms charge at each factor, each counted from its own reference scale."""
         charged_A = torch.zeros_like(alphas_A)
         for term in self.terms:
-            reference = self._reference(term)
+            reference = self.reference(term)
             base = self._value(term, reference)
-            charged = [self._value(term, reference, field, k, alpha) - base for alpha in alphas_A.tolist()]
-            charged_A = charged_A + torch.tensor(charged, dtype=torch.float64).nan_to_num(nan=math.inf)
+            charged = [self._value(term, reference, of, k, alpha) - base for alpha in alphas_A.tolist()]
+            # A reward drives and never holds: what it gives back does not make up for what the others charge.
+            charged_A = charged_A + torch.tensor(charged, dtype=torch.float64).nan_to_num(nan=math.inf).clamp(min=0)
         return charged_A
 
-    def _reference(self, term: Term) -> float:
-        """Scale 1, or the larger scale at which the term is least."""
+    def reference(self, term: Term) -> float:
+        """The scale from which a term counts: 1, that of the untrained states or where it is least, if larger."""
+        if term.inside_cross_entropy:
+            return max(1.0, self.untrained_scale)
         scales = [10 ** (exponent / 8) for exponent in range(-8, 41)]
         values = [self._value(term, scale) for scale in scales]
-        return max(1.0, scales[min(range(len(scales)), key=lambda index: values[index])])
+        return max(1.0, self.untrained_scale, scales[min(range(len(scales)), key=lambda index: values[index])])
 
-    def _value(self, term: Term, scale: float, field: Field | None = None, k: int = 1, alpha: float = 1.0) -> float:
+    def _value(self, term: Term, scale: float, of: Field | None = None, k: int = 1, alpha: float = 1.0) -> float:
         """The term on states of that scale, those from loop k on moved."""
         states = []
         for j, state in self.states.items():
             h_BTD = state.h_BTD * (scale / _scale(state.h_BTD))
-            if field is not None and j >= k:
-                h_BTD = _moved(h_BTD, field, alpha)
+            if of is not None and j >= k:
+                h_BTD = _moved(h_BTD, of, alpha)
             states.append(state.with_h(h_BTD))
         return float(term.value(Pass(LoopTrace([states[0], *states]), torch.zeros(()))))
 
 
-def _moved(h_BTD: Tensor, field: Field, alpha: float) -> Tensor:
-    direction_BTD = field(h_BTD)
+def _moved(h_BTD: Tensor, of: Field, alpha: float) -> Tensor:
+    direction_BTD = of(h_BTD)
     unit_BTD = direction_BTD / direction_BTD.norm(dim=-1, keepdim=True).clamp(min=1e-300)
     return h_BTD + (alpha - 1) * h_BTD.norm(dim=-1, keepdim=True) * unit_BTD
 

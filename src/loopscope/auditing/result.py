@@ -42,10 +42,14 @@ class Variable:
     remedy: str | None
     flag: str | None
     free_range: float | None = None
-    """How many times the state's length it can run before the objective notices, a million at most; null for directions
-    that the search found."""
+    """How many times the state's length it can run before the objective notices, a million at most; null where that was
+    not asked."""
     free_tokens: float | None = None
-    """Share of tokens for which that is tenfold or more."""
+    """Share of tokens for which that is tenfold or more; null for directions that the search found."""
+    drift: float | None = None
+    """Relative growth per step of training; null where it was not tried."""
+    driven: bool | None = None
+    """Whether that is 1 % a step or more, beyond chance."""
 
 
 @dataclass(frozen=True)

@@ -1,51 +1,57 @@
 """The search for blind directions: what a loop carries on, an earlier loop writes, and no loss sees.
 
-A looped model is taken apart as a control engineer takes a system apart, at the state h_k of one token at a time:
+A looped model is taken apart as a control engineer takes a system apart, at the state after loop k of one token at a
+time: h and every other tensor that the loop carries, in a window of the tokens after it.
 
-    hidden      J v ≈ 0, J = Jacobian of the centred logits at loop k, stacked with what other loss terms show
-    carried     the next loops pass v on: neither removed at once nor damped by more than 5 % a loop
-    reachable   v is in the range of the Jacobian of loop k, which wrote h_k, up to hidden directions that are removed
-    read        some later loop's logits depend on v; otherwise it is inert
-    unshown     v arrives at every later supervised loop among what is hidden there
+    hidden      ten lengths of the state along v go unnoticed at the exit of loop k (see `hidden`)
+    carried     the next loop passes v on, in whatever tensor and token: it is not removed
+    reachable   v is in the range of the Jacobian of loop k, which wrote the state, up to hidden directions that are
+                removed; the token before may have written it too
+    undamped    it does not die out by more than 5 % a loop
+    read        the logits of some later loop, of this token or one after it, depend on v; otherwise it is inert
+    unshown     from one supervised exit to the next, most of v stays among what is hidden there
     unbounded   a huge change along v survives a loop; where an inter-loop norm bounds it, it is a memory
 
-A direction with all six is **blind**: training moves it, depth carries it, and no exit's loss answers for it.
-Lemma 1 of arXiv 2606.24898 is the special case v = h, J = Jacobian through RMSNorm.
+A direction with all seven is **blind**: training moves it, depth carries it, and no exit's loss answers for it.
+Lemma 1 of arXiv 2606.24898 is the special case v = h, exits through RMSNorm.
 
-Decisions are made on singular values themselves. Visibility is measured in the uniform metric on centred logits:
-weighting by the model's own probabilities gives false alarms where softmax saturates. Reachable is membership in a
-range, never energy along a direction, which norm gains can fake.
+Decisions are made on singular values themselves. Reachable is membership in a range, never energy along a direction,
+which norm gains can fake.
 
-Shape legend: N hidden directions, C directions under test, R rows, D width, F features, V vocabulary.
+Shape legend: R rows, M named fields, X width of a token's share of the joint state, W width of the joint state of a
+window, H hidden directions, C directions under test.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from loopscope.auditing.derivatives import pull, push
 from loopscope.auditing.free_range import FreeRange
-from loopscope.auditing.token_maps import TokenMaps, jacobian, pull, push, with_the_same_noise
+from loopscope.auditing.hidden import (
+    PROBES,
+    Fields,
+    Hidden,
+    LogitMetric,
+    Readouts,
+    changes,
+    chosen,
+    disagree,
+    field_rows,
+    lengths,
+    probes,
+)
+from loopscope.auditing.window import Carried, Windows
 from loopscope.errors import ProtocolError
 from loopscope.objectives.terms import Term
-from loopscope.protocol import LinearReadout, LoopedModel
-from loopscope.readings import NOTICED
+from loopscope.protocol import LoopedModel, LoopState
 
-LENGTHS = 10.0
-"""A direction that can run this many lengths of the state before the objective notices is hidden."""
-HIDDEN = 1.0
-"""Singular values are in such units: below 1, ten lengths go unnoticed."""
-WEAK = 10 / 3
-"""Below this, three lengths go unnoticed: something is shown, but little."""
-LITTLE = 1e-3
-"""Share of what an average direction shows below which derivatives and changes need not agree."""
-NOTHING = 1e-6
-"""Below this share of the largest, a singular value is zero; the median is taken over the others."""
 CARRIED = 1e-3
 """A direction that the next loop shrinks to less than this share of what it leaves of others is removed."""
 DAMPED = 0.95
@@ -58,73 +64,25 @@ READ = 1e-9
 """Share of an average direction's effect on later logits below which nothing reads a direction (float64)."""
 READ_SINGLE = 1e-5
 """The same in float32."""
-STILL_HIDDEN = 0.55
-"""Part of a direction, per loop, that must arrive at a later supervised loop among what is hidden there."""
+STILL_THERE = 0.5
+"""Share of ‖v‖² that must arrive at the next supervised exit among what is hidden there."""
+ELSEWHERE = 0.1
+"""Part of a direction in other tokens below which it is not asked what their exits hide of it."""
 HUGE = 1e4
 """Length, in that of the state, of a change that only a bounded loop absorbs."""
 BOUNDED = 1e-2
 """Gain of such a change below which the loop bounds it."""
 LATER_LOOPS = 4
-"""Loops after k through which a direction is followed."""
-CHANGES = (1e-3, 1e-1)
-"""Lengths, in that of the state, of the changes that a derivative along a named field is held against."""
-CHANGES_SINGLE = (1e-2, 1e-1)
-"""The same where the state is not float64: smaller ones drown in rounding."""
-DISPUTED = 0.3
-"""Relative difference from which derivative and change disagree, or two changes of another size do."""
-ROUNDING_MARGIN = 10.0
-"""A singular value below so many times the rounding may be zero."""
+"""Loops after k through which a direction is followed at least."""
 MOST_AUDITED = 8
 """Loops whose state is searched: each is followed to the last, and the cost of all would grow with their square."""
-PROBES = 8
-"""Random directions that say what an average one does."""
-
-Fields = dict[str, Callable[[Tensor], Tensor]]
-"""Directions with a name, each a function of the state."""
+SILENT = 1e-3
+"""Share of the state's scale that a channel counts as, at least, when directions are weighed by their channels."""
 
 CLASSES = ("removed", "unreachable", "damped", "inert", "shown_later", "memory", "blind")
 """What becomes of a hidden direction, in the order of the questions."""
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """What the readout of one loop shows of a state: singular values and the directions it hides."""
-
-    k: int
-    spectrum: Tensor
-    """What is noticed of ten lengths of the state along each singular direction, √(nats/0.01), descending."""
-    reference: float
-    """Median of the readout's own singular values that are not zero."""
-    gram_DD: Tensor
-    """JᵀJ of the readout."""
-    basis_DN: Tensor
-    """Orthonormal basis of the hidden directions."""
-    rounding: float = 0.0
-    """What the arithmetic of the readout leaves of nothing, over the same median."""
-    unit: float = 1.0
-    """That median in units of the spectrum."""
-    disputed: tuple[str, ...] = ()
-    """Named fields along which a change of the state and the derivative disagree: the change is believed."""
-
-    @property
-    def undecided(self) -> int:
-        """Directions that are shown so little that rounding may be all of it."""
-        return int(((self.spectrum > HIDDEN) & (self.spectrum <= ROUNDING_MARGIN * self.rounding * self.unit)).sum())
-
-    @property
-    def weak(self) -> int:
-        """Directions that are shown, but little."""
-        return int(((self.spectrum > HIDDEN) & (self.spectrum <= WEAK)).sum())
-
-    def largest_visibility(self, basis_DC: Tensor) -> float:
-        """The same of the direction in an orthonormal basis of which most is shown."""
-        return (
-            float(torch.linalg.eigvalsh(basis_DC.T @ self.gram_DD @ basis_DC)[-1].clamp(min=0).sqrt()) / self.reference
-        )
-
-    def visibility(self, direction_D: Tensor) -> float:
-        """‖J v‖ of a unit direction over the median singular value."""
-        return float((direction_D @ self.gram_DD @ direction_D).clamp(min=0).sqrt()) / self.reference
+PUBLIC = {"unreachable": "removed", "shown_later": "visible"}
+"""A direction that no loop can write is out of the loop; one that a later exit shows is visible."""
 
 
 @dataclass(frozen=True)
@@ -137,29 +95,19 @@ class Strength:
     """Effect on the logits of the next loops, over that of an average direction."""
     activity: float
     """Gain through the next loop."""
+    free: float
+    """Lengths of the state that any of it can run before the objective notices."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a subspace of hidden directions: how many end in each class, and a basis of the blind ones."""
+    """What becomes of a subspace of hidden directions: how many end in each class, and a basis of each class."""
 
     counts: dict[str, int]
-    blind_DC: Tensor
+    bases: dict[str, Tensor]
+    """Class → X×C, of the classes that are not empty."""
     strengths: dict[str, Strength] = field(default_factory=dict)
     """Of the directions that are blind, besides the named ones, and of those that are memory, where there are such."""
-
-
-@dataclass(frozen=True)
-class StateFindings:
-    """One state at one loop."""
-
-    hidden: Hidden
-    fate: Fate
-    fields: dict[str, FieldFinding] = field(default_factory=dict)
-    is_read: bool = True
-    """Whether the next loop depends on the state at all."""
-    disputed: tuple[str, ...] = ()
-    """Named fields along which the next loop's derivative and a change of the state disagree."""
 
 
 @dataclass(frozen=True)
@@ -173,26 +121,25 @@ class FieldFinding:
     activity: float
 
 
-class LogitMetric:
-    """The length ‖centred logits‖/√V of changes of features: with G = (WᵀW − V·w̄w̄ᵀ)/V = SSᵀ, that of rows t is ‖t S‖.
+@dataclass(frozen=True)
+class StateFindings:
+    """One state at one loop."""
 
-    w̄ is the mean row of the head. A model with a readout of its own gives logits, which are centred as they are.
-    """
-
-    def __init__(self, model: LoopedModel) -> None:
-        self.root_FF: Tensor | None = None
-        if (linear := LinearReadout.of(model)) is not None:
-            head_VF = linear.head.detach().double()
-            head_VF = head_VF - head_VF.mean(0)
-            squares_F, vectors_FF = torch.linalg.eigh(head_VF.T @ head_VF / len(head_VF))
-            self.root_FF = vectors_FF * squares_F.clamp(min=0).sqrt()
-
-    def logits(self, tangents_RF: Tensor) -> Tensor:
-        """Rows whose inner products are those of the logit changes."""
-        tangents_RF = tangents_RF.double()
-        if self.root_FF is not None:
-            return tangents_RF @ self.root_FF
-        return (tangents_RF - tangents_RF.mean(-1, keepdim=True)) / tangents_RF.shape[-1] ** 0.5
+    x_X: Tensor
+    """The token's share of the joint state, carried tensors as long as h."""
+    columns: dict[str, slice]
+    """Which of its channels belong to which tensor."""
+    hidden: Hidden
+    fate: Fate
+    fields: dict[str, FieldFinding] = field(default_factory=dict)
+    field_rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    """Those fields as unit rows M×X."""
+    tensors: dict[str, FieldFinding] = field(default_factory=dict)
+    """Carried tensors, each along itself; their fates are those of their directions."""
+    is_read: bool = True
+    """Whether the next loop depends on the state at all."""
+    disputed: tuple[str, ...] = ()
+    """Named fields along which the next loop's derivative and a change of the state disagree."""
 
 
 class Search:
@@ -202,15 +149,23 @@ class Search:
         self,
         model: LoopedModel,
         weights: Mapping[int, float],
-        terms: Sequence[Term] = (),
+        terms: Sequence[tuple[Term, float]],
         *,
+        channels: Mapping[int, Tensor],
         matrix_free: bool = False,
         seed: int = 0,
         runnable: int | None = None,
     ) -> None:
-        """`runnable` is the last loop that the model runs, where that ends."""
-        self.metric, self.runnable = LogitMetric(model), runnable
-        self.weights, self.terms, self.matrix_free = dict(weights), terms, matrix_free
+        """`terms` come with the scale from which each counts, `channels` are the rms of every channel after each
+        supervised loop, `runnable` is the last loop that runs.
+        """
+        self.metric, self.runnable, self.channels, self.matrix_free = (
+            LogitMetric(model),
+            runnable,
+            channels,
+            matrix_free,
+        )
+        self.readouts = Readouts(self.metric, dict(weights), terms)
         self.supervised = sorted(weights)
         self.num_loops = self.supervised[-1]
         self.generator = torch.Generator().manual_seed(seed)
@@ -235,123 +190,37 @@ class Search:
         """The last loop that any question runs."""
         return max(k + self.later(k) for k in self.audited)
 
-    def examine(self, token: TokenMaps, fields: Fields, ranges: Mapping[str, FreeRange]) -> dict[int, StateFindings]:
+    def examine(
+        self,
+        around: Windows,
+        fields: Fields,
+        ranges: Mapping[str, FreeRange],
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> dict[int, StateFindings]:
         """All audited loops of one token; what becomes of a field is asked only where it is free."""
-        hidden = {k: self.hidden(token, k, fields) for k in self.supervised}
+
+        @cache
+        def hidden(k: int, token: int = 0) -> Hidden:
+            return self.readouts.hidden(around, k, fields, token)
+
         findings = {}
-        for k in self.audited:
-            question = _Question(self, token, k, hidden, fields)
+        for index, k in enumerate(self.audited):
+            progress(index / len(self.audited))
+            question = _Question(self, around, k, hidden, fields)
             named = {name: question.field(index, asked=ranges[name].is_free(k)) for index, name in enumerate(fields)}
             fate = question.fate([index for index, one in enumerate(named.values()) if one.fate == "blind"])
-            findings[k] = StateFindings(hidden[k], fate, named, question.usual_gain > 0, question.disputed)
+            findings[k] = StateFindings(
+                x_X=around.ahead.vector(k)[around.ahead.block(k)].double() / question.units_X,
+                columns=around.ahead.layout(k).columns(),
+                hidden=hidden(k),
+                fate=fate,
+                fields=named,
+                field_rows=question.units_MX[: len(fields)],
+                tensors={name: question.field(len(fields) + i, asked=False) for i, name in enumerate(question.tensors)},
+                is_read=question.usual_gain > 0,
+                disputed=question.disputed,
+            )
         return findings
-
-    def hidden(self, token: TokenMaps, k: int, fields: Fields) -> Hidden:
-        """What the readout of loop k hides of its state, at a scale of at least 1 where that hides scale besides.
-
-        Below it a norm's eps leaks, eps/(s² + eps), and an untrained model would pass for a visible one until it has
-        grown. A readout that collapses at another scale than its own (a soft cap) is judged at its own.
-        """
-        h_D = token.h_D(k)
-        if not h_D.any():
-            raise ProtocolError(f"loop {k} leaves a state h_{k} of zeros, which has no direction")
-        found = self._hidden_at(token, k, h_D, fields)
-        scale = float(h_D.norm()) / len(h_D) ** 0.5
-        if scale >= 1:
-            return found
-        grown = self._hidden_at(token, k, h_D / scale, fields)
-        return grown if grown.basis_DN.shape[1] == found.basis_DN.shape[1] + 1 else found
-
-    def _hidden_at(self, token: TokenMaps, k: int, h_D: Tensor, fields: Fields) -> Hidden:
-        """The singular values of what is shown of one state, from the Gram matrix of its Jacobian.
-
-        Probes say how far the arithmetic is from linear: in bf16 as much as a weak direction shows. Where that matters,
-        and where a change of the state contradicts the derivative, named fields are asked about by themselves.
-        """
-        identity_DD = torch.eye(len(h_D), dtype=torch.float64, device=h_D.device)
-        units_MD = unit_fields(fields, h_D)
-        probes_RD = self._probes(len(h_D)).to(h_D.device)
-        rows_RD = torch.cat([identity_DD, units_MD, probes_RD])
-        (tangents_RF,) = push(lambda h_RD: [token.shown(h_RD, k)], h_D, rows_RD)
-        shown_RF = self.metric.logits(tangents_RF)
-        logits_DF, along_MF, probed_RF = shown_RF.split([len(h_D), len(units_MD), len(probes_RD)])
-        usual = float(probed_RF.norm(dim=-1).median())
-        rounding = float((probed_RF - probes_RD @ logits_DF).norm(dim=-1).median())
-        moved_MF, believed_M = changes(lambda h_RD: self.metric.logits(token.shown(h_RD, k)), h_D, units_MD)
-        disputed_M = believed_M & disagree(moved_MF, along_MF, floor=LITTLE * usual)
-        asked_M = disputed_M | (rounding > LITTLE / ROUNDING_MARGIN * usual)
-        if asked_M.any():
-            along_MF = torch.where(disputed_M[:, None], moved_MF, along_MF)[asked_M]
-            logits_DF = logits_DF + torch.linalg.pinv(units_MD[asked_M]) @ (along_MF - units_MD[asked_M] @ logits_DF)
-        gram_DD = logits_DF @ logits_DF.T
-        if not gram_DD.isfinite().all():
-            raise ProtocolError(f"the readout at loop {k} has a derivative that is NaN or infinite")
-        if gram_DD.diagonal().sum() == 0:
-            raise ProtocolError(f"the readout at loop {k} does not depend on the state h_{k}: its derivative is zero")
-        own_D = torch.linalg.eigvalsh(gram_DD).clamp(min=0).sqrt()
-        reference = float(own_D[own_D > NOTHING * own_D[-1]].median())
-        charge = self._exit_charge(token, k, h_D)
-        squares_D, vectors_DD = torch.linalg.eigh(charge * gram_DD + self._terms_noticed(token, k, h_D))
-        spectrum_D = squares_D.clamp(min=0).sqrt()
-        basis_DN = vectors_DD[:, spectrum_D <= HIDDEN]
-        rest = (rounding / reference, reference * charge**0.5, _chosen(fields, disputed_M))
-        return Hidden(k, spectrum_D.flip(0), reference, gram_DD, basis_DN, *rest)
-
-    def _exit_charge(self, token: TokenMaps, k: int, h_D: Tensor) -> float:
-        """½·w·g²·(ten lengths)² over the limit: times ‖J v‖², what the exit notices of ten lengths along v.
-
-        w is the exit's weight among those from k on, g = max(1, 1/rms z) lifts the tiny logits of an untrained model.
-        """
-        with torch.no_grad():
-            (logits_V,) = token.logits(h_D[None], k).double()
-        gain = 1 / min(float((logits_V - logits_V.mean()).square().mean().sqrt().clamp(min=1e-30)), 1.0)
-        weight = self.weights[k] / sum(weight for j, weight in self.weights.items() if j >= k)
-        return 0.5 * weight * gain**2 * LENGTHS**2 * float(h_D.double().square().sum()) / NOTICED
-
-    def _terms_noticed(self, token: TokenMaps, k: int, h_D: Tensor) -> Tensor:
-        """The quadratic form of what the terms notice of ten lengths, at the scale that the design fixes."""
-        noticed_DD = torch.zeros(len(h_D), len(h_D), dtype=torch.float64, device=h_D.device)
-        scale = float(h_D.norm()) / len(h_D) ** 0.5
-        for term in self.terms:
-            seen_FD = jacobian(partial(token.shown_by, term, k), h_D / scale)
-            noticed_DD = noticed_DD + LENGTHS**2 * len(h_D) / NOTICED * seen_FD.T @ seen_FD
-        return noticed_DD
-
-    def _probes(self, width: int) -> Tensor:
-        """The same random unit directions at every state."""
-        probes_RD = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
-        return probes_RD / probes_RD.norm(dim=-1, keepdim=True)
-
-
-def unit_fields(fields: Fields, h_D: Tensor) -> Tensor:
-    """Named fields at a state as unit rows, in float64; of zeros where a field vanishes."""
-    rows_MD = torch.stack([of(h_D.double()).double() for of in fields.values()])
-    return rows_MD / rows_MD.norm(dim=-1, keepdim=True).clamp(min=1e-300)
-
-
-def changes(function: Callable[[Tensor], Tensor], h_D: Tensor, units_MD: Tensor) -> tuple[Tensor, Tensor]:
-    """What ±10 % of a state's length along each direction does, per unit, and whether ±0.1 % does the same.
-
-    Where a function jumps (a coarse dtype, a quantisation) the two differ, and neither is an answer.
-    """
-    steps, length = CHANGES if h_D.dtype == torch.float64 else CHANGES_SINGLE, float(h_D.double().norm())
-    moved = []
-    for step in steps:
-        offsets_MD = (step * length * units_MD).to(h_D.dtype)
-        ahead, behind = (with_the_same_noise(function, h_D + sign * offsets_MD).double() for sign in (1, -1))
-        moved.append((ahead - behind) / (2 * step * length))
-    return moved[0], ~disagree(moved[0], moved[1])
-
-
-def disagree(one_MF: Tensor, other_MF: Tensor, floor: float = 0.0) -> Tensor:
-    """Rows that are further apart than `DISPUTED` of the longer one, and than `floor`."""
-    longer_M = torch.maximum(one_MF.norm(dim=-1), other_MF.norm(dim=-1))
-    apart_M = (one_MF - other_MF).norm(dim=-1)
-    return (apart_M > DISPUTED * longer_M) & (apart_M > floor)
-
-
-def _chosen(fields: Fields, mask_M: Tensor) -> tuple[str, ...]:
-    return tuple(name for name, chosen in zip(fields, mask_M.tolist(), strict=True) if chosen)
 
 
 def carried_on(supervised: Sequence[int]) -> list[int]:
@@ -360,37 +229,69 @@ def carried_on(supervised: Sequence[int]) -> list[int]:
 
 
 def audited_loops(supervised: Sequence[int]) -> list[int]:
-    """Loops whose state is audited: those whose state goes on in training, a few of many."""
-    return _spread(carried_on(sorted(supervised)), MOST_AUDITED)
-
-
-def _spread(loops: list[int], most: int) -> list[int]:
-    """At most so many of them, evenly, the first and the last included."""
-    if len(loops) <= most:
+    """Loops whose state is audited: those whose state goes on in training, evenly chosen where there are many."""
+    loops = carried_on(sorted(supervised))
+    if len(loops) <= MOST_AUDITED:
         return loops
-    return [loops[round(index * (len(loops) - 1) / (most - 1))] for index in range(most)]
+    return [loops[round(index * (len(loops) - 1) / (MOST_AUDITED - 1))] for index in range(MOST_AUDITED)]
+
+
+def channel_sizes(states: Sequence[LoopState], carried: Carried, loops: Iterable[int]) -> dict[int, Tensor]:
+    """Root mean square of every channel of a token's share after each of the loops, over all tokens."""
+    sizes = {}
+    for k in loops:
+        tensors = [(states[k].h_BTD, 2)]
+        tensors += [(states[k].carried[part.name], 2) for part in carried.searched if part.per_token]
+        tensors += [(states[k].carried[part.name], 1) for part in carried.searched if not part.per_token]
+        parts = []
+        for tensor, leading in tensors:
+            rows = (
+                tensor.double().flatten(0, leading - 1).flatten(1)
+                if tensor.dim() > leading
+                else tensor.double().reshape(-1, 1)
+            )
+            rms = rows.square().mean(0).sqrt()
+            parts.append(rms.clamp(min=max(SILENT * float(rms.square().mean().sqrt()), 1e-30)))
+        sizes[k] = torch.cat(parts)
+    return sizes
 
 
 class _Question:
-    """One state at one loop: follows directions through the loops before and after it, all of them at once."""
+    """One state at one loop: follows directions through the loops before and after it, all of them at once.
 
-    def __init__(self, search: Search, token: TokenMaps, k: int, hidden: dict[int, Hidden], fields: Fields) -> None:
-        self.search, self.token, self.k, self.hidden = search, token, k, hidden
-        self.h_D = token.h_D(k)
+    Directions are unit vectors of y = x/units: every carried tensor counts in lengths of its own.
+    """
+
+    def __init__(self, search: Search, around: Windows, k: int, hidden: Callable[..., Hidden], fields: Fields) -> None:
+        self.search, self.around, self.window, self.k, self.hidden = search, around, around.ahead, k, hidden
+        window = self.window
+        self.w_W, self.h_D = window.vector(k), window.h_D(k)
+        self.units_X = lengths(window, k)
+        self.units_W = torch.cat(
+            [
+                self.units_X[: window.layout(k).token_width].repeat(window.tokens),
+                self.units_X[window.layout(k).token_width :],
+            ]
+        )
         self.disputed: tuple[str, ...] = ()
         self._corrections: tuple[Tensor, list[Tensor]] | None = None
-        self.units_MD = unit_fields(fields, self.h_D)
-        self._compare_with_changes(fields)
-        probes_RD = torch.randn(PROBES, len(self.h_D), generator=search.generator, dtype=torch.float64)
-        probes_RD = probes_RD.to(self.h_D.device) / probes_RD.norm(dim=-1, keepdim=True).to(self.h_D.device)
-        rows_RD = torch.cat([probes_RD, self.units_MD, hidden[k].basis_DN.T])
-        self._images = self._follow(rows_RD)
+        columns = window.layout(k).columns()
+        self.tensors = [name for name in columns if name != "h"]
+        x_X = self.w_W[window.block(k)].double() / self.units_X
+        along_itself = torch.zeros(len(self.tensors), len(x_X), dtype=torch.float64, device=x_X.device)
+        for index, name in enumerate(self.tensors):
+            along_itself[index, columns[name]] = x_X[columns[name]] / x_X[columns[name]].norm()
+        named_MX = field_rows(fields, self.h_D, len(self.units_X))
+        self._compare_with_changes(fields, named_MX)
+        self.units_MX = torch.cat([named_MX, along_itself])
+        rows_RX = torch.cat([probes(len(self.units_X)).to(self.h_D.device), self.units_MX, hidden(k).basis_XH.T])
+        self._images = self._follow(rows_RX)
         carried, effects = self._followed(0, PROBES)
         self.usual_gain = float(carried[0].norm(dim=-1).median())
         self.usual_effect = float(torch.cat(effects, dim=-1).norm(dim=-1).median())
         self.read_floor = READ if self.h_D.dtype == torch.float64 else READ_SINGLE
-        self._range: Tensor | None = None
-        self._outside_removed_DC: Tensor | None = None
+        self._range: dict[bool, Tensor] = {}
+        self._outside_removed_XC: Tensor | None = None
 
     def _followed(self, start: int, stop: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Some rows of what was followed: probes, named fields, hidden directions."""
@@ -399,32 +300,34 @@ class _Question:
 
     def field(self, index: int, *, asked: bool) -> FieldFinding:
         """One named direction. Whether a later exit shows it is not asked: its free range has moved it there, too."""
-        unit_D = self.units_MD[index]
-        visibility = self.hidden[self.k].visibility(unit_D)
+        unit_X1 = self.units_MX[index][:, None]
         carried, effects = self._followed(PROBES + index, PROBES + index + 1)
         fate = "unasked"
         if asked:
-            counts, *_ = self._sort(unit_D[:, None], carried, effects, but=("shown_later",))
-            fate = next(name for name in CLASSES if counts[name])
+            bases = self._sort(unit_X1, carried, effects, but=("shown_later",))
+            fate = next(name for name in CLASSES if bases[name].shape[1])
         gain, delayed = self._strengths(carried, effects)
-        return FieldFinding(_PUBLIC.get(fate, fate), visibility, delayed, gain)
+        return FieldFinding(PUBLIC.get(fate, fate), self.hidden(self.k).visibility(unit_X1), delayed, gain)
 
     def fate(self, named: Sequence[int]) -> Fate:
         """What becomes of the hidden directions; named fields that are blind are measured by themselves."""
-        basis_DC = self.hidden[self.k].basis_DN
-        if basis_DC.shape[1] == 0:
-            return Fate(dict.fromkeys(CLASSES, 0), basis_DC)
-        carried, effects = self._followed(PROBES + len(self.units_MD))
-        counts, blind, memory = self._sort(basis_DC, carried, effects)
+        hidden = self.hidden(self.k)
+        basis_XH = hidden.basis_XH
+        if basis_XH.shape[1] == 0:
+            return Fate(dict.fromkeys(CLASSES, 0), {})
+        carried, effects = self._followed(PROBES + len(self.units_MX))
+        coordinates = self._sort(basis_XH, carried, effects)
+        blind = coordinates["blind"]
+        others = blind @ _complement((self.units_MX[list(named)] @ basis_XH @ blind).T)
         strengths = {}
-        others = blind @ _complement((self.units_MD[list(named)] @ basis_DC @ blind).T)
-        for name, coordinates in (("blind", others if others.shape[1] else blind), ("memory", memory)):
-            if coordinates.shape[1]:
-                rows = ([coordinates.T @ image for image in images] for images in (carried, effects))
-                gain, delayed = self._strengths(*rows)
-                visibility = self.hidden[self.k].largest_visibility(basis_DC @ coordinates)
-                strengths[name] = Strength(visibility, delayed, gain)
-        return Fate(counts, basis_DC @ blind, strengths)
+        for name, of in (("blind", others if others.shape[1] else blind), ("memory", coordinates["memory"])):
+            if of.shape[1]:
+                gain, delayed = self._strengths(*([of.T @ image for image in images] for images in (carried, effects)))
+                directions_XC = basis_XH @ of
+                visibility, free = hidden.visibility(directions_XC), hidden.free_lengths(directions_XC)
+                strengths[name] = Strength(visibility, delayed, gain, free)
+        counts = {name: of.shape[1] for name, of in coordinates.items()}
+        return Fate(counts, {name: basis_XH @ of for name, of in coordinates.items() if of.shape[1]}, strengths)
 
     def _strengths(self, carried: list[Tensor], effects: list[Tensor]) -> tuple[float, float]:
         """Largest gain through the next loop, and effect on later logits over an average direction's."""
@@ -433,171 +336,229 @@ class _Question:
         return gain, effect / self.usual_effect if self.usual_effect else 0.0
 
     def _sort(
-        self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor], but: Sequence[str] = ()
-    ) -> tuple[dict[str, int], Tensor, Tensor]:
-        """Directions by class, each question taking some away; coordinates of those left, the blind, and of memory."""
-        counts = dict.fromkeys(CLASSES, 0)
-        memory = torch.zeros(basis_DC.shape[1], 0, dtype=torch.float64, device=basis_DC.device)
-        rest = torch.eye(basis_DC.shape[1], dtype=torch.float64, device=basis_DC.device)
-        for name, question in self._questions(basis_DC, carried, effects):
-            if name in but:
+        self, basis_XC: Tensor, carried: list[Tensor], effects: list[Tensor], but: Sequence[str] = ()
+    ) -> dict[str, Tensor]:
+        """Coordinates of the directions of each class: each question takes some away, those left are blind."""
+        rest = torch.eye(basis_XC.shape[1], dtype=torch.float64, device=basis_XC.device)
+        questions: dict[str, Callable[[Tensor], Tensor]] = {
+            "removed": lambda rest: self._kept(carried[0].T, rest, CARRIED * self.usual_gain),
+            "unreachable": lambda rest: self._reachable(basis_XC, rest),
+            "damped": lambda rest: self._undamped(carried, rest),
+            "inert": lambda rest: self._kept(torch.cat(effects, -1).T, rest, self.read_floor * self.usual_effect),
+            "shown_later": lambda rest: self._unshown(basis_XC, carried, rest),
+            "memory": lambda rest: self._unbounded(basis_XC, rest),
+        }
+        found = dict.fromkeys(CLASSES, rest[:, :0])
+        for name, question in questions.items():
+            if name in but or rest.shape[1] == 0:
                 continue
             kept = question(rest)
-            counts[name] = rest.shape[1] - kept.shape[1]
-            if name == "memory":
-                memory = rest @ _complement(rest.T @ kept)
+            found[name] = rest @ _complement(rest.T @ kept)
             rest = kept
-            if rest.shape[1] == 0:
-                break
-        counts["blind"] = rest.shape[1]
-        return counts, rest, memory
+        return {**found, "blind": rest}
 
-    def _questions(
-        self, basis_DC: Tensor, carried: list[Tensor], effects: list[Tensor]
-    ) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
-        """Each maps coordinates (in `basis_DC`) of the directions left to those that pass."""
-        return [
-            ("removed", lambda rest: self._kept(carried[0].T, rest, CARRIED * self.usual_gain)),
-            ("unreachable", lambda rest: self._reachable(basis_DC, rest)),
-            ("damped", lambda rest: self._undamped(carried, rest)),
-            ("inert", lambda rest: self._read(effects, rest)),
-            ("shown_later", lambda rest: self._unshown(carried, rest)),
-            ("memory", lambda rest: self._unbounded(basis_DC, rest)),
-        ]
-
-    def _follow(self, rows_RD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _follow(self, rows_RX: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Images of directions after 1, 2, … loops, and their effects on the logits there."""
         later = self.search.later(self.k)
-        pushed = push(self._loops_and_readouts, self.h_D, rows_RD)
+        pushed = push(self._loops_and_readouts, self.w_W, self.window.placed(rows_RX * self.units_X, self.k))
         if self._corrections is not None:
-            inverse_DM, errors = self._corrections
+            inverse_XM, errors = self._corrections
             pushed = [
-                image + (rows_RD @ inverse_DM @ error).to(image) for image, error in zip(pushed, errors, strict=True)
+                image + (rows_RX @ inverse_XM @ error).to(image) for image, error in zip(pushed, errors, strict=True)
             ]
         for index, image in enumerate(pushed):
             if not image.isfinite().all():
                 what = f"{'loop' if index < later else 'readout at loop'} {self.k + 1 + index % later}"
                 raise ProtocolError(f"the {what} has a derivative with respect to h_{self.k} that is NaN or infinite")
-        return [image.double() for image in pushed[:later]], [
-            self.search.metric.logits(rows) for rows in pushed[later:]
+        effects = (image.unflatten(-1, (self.window.tokens, -1)) for image in pushed[later:])
+        return [image.double() / self.units_W for image in pushed[:later]], [
+            self.search.metric.logits(effect).flatten(1) for effect in effects
         ]
 
-    def _loops_and_readouts(self, h_RD: Tensor) -> list[Tensor]:
-        states = self.token.loops(h_RD, self.k, self.search.later(self.k))
-        shown = [self.token.shown(state_RD, self.k + m) for m, state_RD in enumerate(states, start=1)]
+    def _loops_and_readouts(self, w_RW: Tensor) -> list[Tensor]:
+        states = self.window.loops(w_RW, self.k, self.search.later(self.k))
+        shown = [self.window.shown(state_RW, self.k + m) for m, state_RW in enumerate(states, start=1)]
         return [*states, *shown]
 
-    def _compare_with_changes(self, fields: Fields) -> None:
+    def _compare_with_changes(self, fields: Fields, named_MX: Tensor) -> None:
         """Where the next loop's derivative along a named field is not what a change does, the change is followed."""
-        units_MD = self.units_MD
-        (along_MD,) = push(lambda h_RD: [self.token.loops(h_RD, self.k, 1)[0]], self.h_D, units_MD)
-        moved_MD, believed_M = changes(lambda h_RD: self.token.loops(h_RD, self.k, 1)[0], self.h_D, units_MD)
-        disputed_M = believed_M & disagree(moved_MD, along_MD.double(), floor=CARRIED)
+        alone, length = self.around.alone, float(self.h_D.double().norm())
+        w_W, units_MW = alone.vector(self.k), alone.placed(named_MX, self.k)
+
+        def next_loop(w_RW: Tensor) -> Tensor:
+            return alone.loops(w_RW, self.k, 1)[0]
+
+        (along_MW,) = push(lambda w_RW: [next_loop(w_RW)], w_W, units_MW)
+        moved_MW, believed_M = changes(next_loop, w_W, units_MW, length)
+        disputed_M = believed_M & disagree(moved_MW, along_MW.double(), floor=CARRIED)
         if not disputed_M.any():
             return
-        self.disputed, units_MD = _chosen(fields, disputed_M), units_MD[disputed_M]
-        pushed = push(self._loops_and_readouts, self.h_D, units_MD)
+        units_MW = self.window.placed(named_MX, self.k)
+        self.disputed, units_MW = chosen(fields, disputed_M), units_MW[disputed_M]
+        pushed = push(self._loops_and_readouts, self.w_W, units_MW)
         widths = [image.shape[-1] for image in pushed]
-        moved_MF, _ = changes(lambda h_RD: torch.cat(self._loops_and_readouts(h_RD), dim=-1), self.h_D, units_MD)
+        moved_MF, _ = changes(lambda w: torch.cat(self._loops_and_readouts(w), dim=-1), self.w_W, units_MW, length)
         errors = [one - image.double() for one, image in zip(moved_MF.split(widths, dim=-1), pushed, strict=True)]
-        self._corrections = (torch.linalg.pinv(units_MD), errors)
+        self._corrections = (torch.linalg.pinv(named_MX[disputed_M]), errors)
 
     @staticmethod
-    def _kept(image_DC: Tensor, rest: Tensor, floor: float) -> Tensor:
+    def _kept(image_WC: Tensor, rest: Tensor, floor: float) -> Tensor:
         """Directions that a linear map does not shrink below `floor`."""
-        _, gains, right = torch.linalg.svd(image_DC @ rest, full_matrices=False)
+        _, gains, right = torch.linalg.svd(image_WC @ rest, full_matrices=False)
         return rest @ right.T[:, gains > floor]
 
     def _undamped(self, carried: list[Tensor], rest: Tensor) -> Tensor:
-        """Directions whose image shrinks by less than 5 % a loop from the first loop on; at it, if it is alone."""
+        """Directions whose image shrinks by less than 5 % a loop from the first loop on; at it, if it is alone.
+
+        In units of each channel's rms: a loop that turns a direction into smaller channels does not damp it.
+        """
         loops = min(LATER_LOOPS, len(carried))
         if loops == 1:
             return self._kept(carried[0].T, rest, DAMPED)
-        first_DC, last_DC = (carried[index].T @ rest for index in (0, loops - 1))
-        _, triangle = torch.linalg.qr(first_DC)
+        weights_W1 = (self.units_W / self._channels())[:, None]
+        first_WC, last_WC = (weights_W1 * carried[index].T @ rest for index in (0, loops - 1))
+        _, triangle = torch.linalg.qr(first_WC)
         back = torch.linalg.inv(triangle)
-        _, gains, right = torch.linalg.svd(last_DC @ back, full_matrices=False)
-        return _orthonormal(rest @ back @ right.T[:, gains >= DAMPED ** (loops - 1)])
+        _, gains, right = torch.linalg.svd(last_WC @ back, full_matrices=False)
+        damped = _orthonormal(back @ right.T[:, gains < DAMPED ** (loops - 1)])
+        return rest @ _complement(damped)
 
-    def _reachable(self, basis_DC: Tensor, rest: Tensor) -> Tensor:
+    def _reachable(self, basis_XC: Tensor, rest: Tensor) -> Tensor:
         """Directions within `REACH` of what the loop that wrote this state can write."""
-        outside = self._unwritable(basis_DC @ rest)
+        outside = self._unwritable(basis_XC @ rest, neighbours=False)
+        if float(torch.linalg.matrix_norm(outside, ord=2)) > REACH and self.around.position:
+            self._outside_removed_XC = None
+            outside = self._unwritable(basis_XC @ rest, neighbours=True)
+            self._outside_removed_XC = None
         _, residuals, right = torch.linalg.svd(outside, full_matrices=False)
         return rest @ right.T[:, residuals <= REACH]
 
-    def _unwritable(self, directions_DC: Tensor) -> Tensor:
+    def _unwritable(self, directions_XC: Tensor, *, neighbours: bool) -> Tensor:
         """What is left of directions without the range of the previous loop and without what the next one removes.
 
         A direction may be written together with hidden ones that vanish at once: that is as good as writing it alone.
         """
-        if self._outside_removed_DC is None:
-            basis_DN = self.hidden[self.k].basis_DN
-            removed_DC = basis_DN[:, :0]
-            if basis_DN.shape[1]:
-                carried, _ = self._followed(PROBES + len(self.units_MD))
+        if self._outside_removed_XC is None:
+            basis_XH = self.hidden(self.k).basis_XH
+            removed_XC = basis_XH[:, :0]
+            if basis_XH.shape[1]:
+                carried, _ = self._followed(PROBES + len(self.units_MX))
                 _, gains, right = torch.linalg.svd(carried[0].T, full_matrices=False)
-                removed_DC = basis_DN @ right.T[:, gains <= CARRIED * self.usual_gain]
-            left, sizes, _ = torch.linalg.svd(self._outside_range(removed_DC), full_matrices=False)
-            self._outside_removed_DC = left[:, sizes > REACH]
-        outside_DC = self._outside_range(directions_DC)
-        return outside_DC - self._outside_removed_DC @ (self._outside_removed_DC.T @ outside_DC)
+                removed_XC = basis_XH @ right.T[:, gains <= CARRIED * self.usual_gain]
+            left, sizes, _ = torch.linalg.svd(self._outside_range(removed_XC, neighbours), full_matrices=False)
+            self._outside_removed_XC = left[:, sizes > REACH]
+        outside_XC = self._outside_range(directions_XC, neighbours)
+        return outside_XC - self._outside_removed_XC @ (self._outside_removed_XC.T @ outside_XC)
 
-    def _outside_range(self, directions_DC: Tensor) -> Tensor:
-        """What is left of unit directions when the range of the previous loop's Jacobian is taken away."""
-        if directions_DC.shape[1] == 0:
-            return directions_DC
+    def _outside_range(self, directions_XC: Tensor, neighbours: bool) -> Tensor:
+        """What is left of unit directions when the range of the previous loop's Jacobian is taken away.
+
+        With `neighbours`, the token before may have written them too.
+        """
+        if directions_XC.shape[1] == 0:
+            return directions_XC
+        window = self.around.with_the_token_before() if neighbours else self.around.alone
+        assert window is not None  # there is a token before, or it would not have been asked
+        k, block = self.k, window.block(self.k)
+        units = [lengths(window, k - 1, token) for token in range(window.tokens)]
+        width = window.layout(k - 1).token_width
+        units_W = torch.cat([*(each[:width] for each in units), units[0][width:]])
+        w_W = window.vector(k - 1)
+
+        def written(w_RW: Tensor) -> Tensor:
+            return window.loop(w_RW, k)[:, block]
+
+        def forward(rows_RW: Tensor) -> Tensor:
+            return push(lambda w_RW: [written(w_RW)], w_W, rows_RW * units_W)[0].double() / self.units_X
+
+        def backward(rows_RX: Tensor) -> Tensor:
+            return pull(written, w_W, rows_RX / self.units_X).double() * units_W
+
         if self.search.matrix_free:
-            return self._outside_range_matrix_free(directions_DC)
-        if self._range is None:
-            jacobian_DD = jacobian(lambda h_RD: self.token.loop(h_RD, self.k), self.token.h_D(self.k - 1))
-            left_DD, singular_D, _ = torch.linalg.svd(jacobian_DD)
-            self._range = left_DD[:, singular_D > RANGE * singular_D.median()]
-        return directions_DC - self._range @ (self._range.T @ directions_DC)
+            probes_RW = torch.randn(PROBES, len(w_W), generator=self.search.generator, dtype=torch.float64)
+            probes_RW = probes_RW.to(w_W.device)
+            gain = float((forward(probes_RW).norm(dim=-1) / probes_RW.norm(dim=-1)).median())
+            return least_squares_residual(
+                forward, backward, directions_XC.T, damping=RANGE * gain, tolerance=REACH / 10
+            ).T
+        if neighbours not in self._range:
+            images_WX = forward(torch.eye(len(w_W), dtype=torch.float64, device=w_W.device))
+            left_XX, singular_X, _ = torch.linalg.svd(images_WX.T, full_matrices=False)
+            self._range[neighbours] = left_XX[:, singular_X > RANGE * singular_X.median()]
+        range_XC = self._range[neighbours]
+        return directions_XC - range_XC @ (range_XC.T @ directions_XC)
 
-    def _outside_range_matrix_free(self, directions_DC: Tensor) -> Tensor:
-        h_D = self.token.h_D(self.k - 1)
+    def _unshown(self, basis_XC: Tensor, carried: list[Tensor], rest: Tensor) -> Tensor:
+        """Directions that stay hidden from one supervised exit to the next.
 
-        def forward(rows_RD: Tensor) -> Tensor:
-            return push(lambda h_RD: [self.token.loop(h_RD, self.k)], h_D, rows_RD)[0].double()
-
-        def backward(rows_RD: Tensor) -> Tensor:
-            return pull(lambda h_RD: self.token.loop(h_RD, self.k), h_D, rows_RD).double()
-
-        probes_RD = torch.randn(PROBES, len(h_D), generator=self.search.generator, dtype=torch.float64).to(h_D.device)
-        gain = float((forward(probes_RD).norm(dim=-1) / probes_RD.norm(dim=-1)).median())
-        return least_squares_residual(forward, backward, directions_DC.T, damping=RANGE * gain, tolerance=REACH / 10).T
-
-    def _read(self, effects: list[Tensor], rest: Tensor) -> Tensor:
-        """Directions that change the logits of some later loop."""
-        return self._kept(torch.cat(effects, dim=-1).T, rest, self.read_floor * self.usual_effect)
-
-    def _unshown(self, carried: list[Tensor], rest: Tensor) -> Tensor:
-        """Directions that arrive at every later supervised loop among what is hidden there."""
-        for later in (k for k in self.search.supervised if k > self.k):
-            loops = later - self.k
-            arrived = self.hidden[later].basis_DN.T @ carried[loops - 1].T
-            rest = self._kept(arrived, rest, STILL_HIDDEN**loops) if len(arrived) else rest[:, :0]
+        u = DF·v; a is its part among what is hidden there, b the rest, all in units of each channel's rms. Kept are
+        those with ‖a‖ ≥ ‖b‖ and ‖a‖² ≥ ½·‖v‖², and a is what is followed to the exit after that. A direction that has
+        left through the last token of the window cannot be followed, and is kept.
+        """
+        window, here = self.window, self.k
+        rows_CW = window.placed((basis_XC @ rest).T * self.units_X, here)
+        gone: list[Tensor] = []
+        for there in (j for j in self.search.supervised if j > self.k):
+            if window.tokens > 1:
+                own_CW = rows_CW / self._channels()
+                last_CX = own_CW[:, window.layout(here).block(window.tokens - 1)[: window.layout(here).token_width]]
+                leaving, staying = _split(last_CX @ last_CX.T - 0.5 * own_CW @ own_CW.T)
+                gone.append(rest @ leaving)
+                rest, rows_CW = rest @ staying, staying.T @ rows_CW
             if rest.shape[1] == 0:
                 break
-        return rest
+            if here == self.k:  # followed already
+                images_CW = rest.T @ carried[there - here - 1] * self.units_W
+            else:
+                (images_CW,) = push(partial(self._arrive, here=here, there=there), window.vector(here), rows_CW)
+            v_CW, u_CW = rows_CW / self._channels(), images_CW.double() / self._channels()
+            a_CW = self._hidden_part(u_CW, there)
+            b_CW = u_CW - a_CW
+            hidden_CC, shown_CC, before_CC = (each @ each.T for each in (a_CW, b_CW, v_CW))
+            kept, _ = _split(hidden_CC - shown_CC)
+            still, _ = _split(kept.T @ (hidden_CC - STILL_THERE * before_CC) @ kept)
+            kept = kept @ still
+            rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self._channels()), there
+        return _orthonormal(torch.cat([*gone, rest], dim=1))
 
-    def _unbounded(self, basis_DC: Tensor, rest: Tensor) -> Tensor:
+    def _arrive(self, w_RW: Tensor, here: int, there: int) -> list[Tensor]:
+        return [self.window.loops(w_RW, here, there - here)[-1]]
+
+    def _channels(self) -> Tensor:
+        """Root mean square of every channel of the joint state after loop k."""
+        sizes_X, per_token = self.search.channels[self.k], self.window.layout(self.k).token_width
+        return torch.cat([sizes_X[:per_token].repeat(self.window.tokens), sizes_X[per_token:]])
+
+    def _hidden_part(self, u_CW: Tensor, k: int) -> Tensor:
+        """What the exits at loop k hide of directions of the joint state, in units of each channel's rms."""
+        window, layout = self.window, self.window.layout(k)
+        a_CW = torch.zeros_like(u_CW)
+        own = layout.block(0)
+        elsewhere = u_CW.square().sum(-1) - u_CW[:, own].square().sum(-1)
+        asked = range(1, window.tokens) if (elsewhere > ELSEWHERE**2 * u_CW.square().sum(-1)).any() else ()
+        for token in (0, *asked):
+            block = layout.block(token)
+            basis_XH = self.hidden(k, token).basis_XH * lengths(window, k, token)[:, None]
+            basis_XH = basis_XH / self._channels()[block][:, None]
+            if token:  # what has no token is asked of the audited one
+                block, basis_XH = block[: layout.token_width], basis_XH[: layout.token_width]
+            basis_XH = _orthonormal(basis_XH)
+            a_CW[:, block] = u_CW[:, block] @ basis_XH @ basis_XH.T
+        return a_CW
+
+    def _unbounded(self, basis_XC: Tensor, rest: Tensor) -> Tensor:
         """Directions along which even a huge change survives a loop; an inter-loop norm bounds all of them."""
         size = HUGE * max(float(self.h_D.norm()), 1.0)
         with torch.no_grad():
-            directions_CD = (basis_DC @ rest).T.to(self.h_D.dtype)
-            ahead_CD, here_1D = (
-                self.token.loops(h, self.k, 1)[0] for h in (self.h_D + size * directions_CD, self.h_D[None])
+            rows_CW = self.window.placed((basis_XC @ rest).T * self.units_X, self.k).to(self.w_W.dtype)
+            ahead_CW, here_1W = (
+                self.window.loops(w, self.k, 1)[0] for w in (self.w_W + size * rows_CW, self.w_W[None])
             )
-        change_DC = ((ahead_CD.double() - here_1D.double()) / size).T
-        if not change_DC.isfinite().all():
+        change_WC = ((ahead_CW.double() - here_1W.double()) / size / self.units_W).T
+        if not change_WC.isfinite().all():
             return rest
-        _, gains, right = torch.linalg.svd(change_DC, full_matrices=False)
+        _, gains, right = torch.linalg.svd(change_WC, full_matrices=False)
         return rest @ right.T[:, gains > BOUNDED]
-
-
-_PUBLIC = {"unreachable": "removed", "shown_later": "visible"}
-"""A direction that no loop can write is out of the loop; one that a later exit shows at full strength is visible."""
 
 
 def least_squares_residual(
@@ -633,8 +594,14 @@ def least_squares_residual(
     return residual_RD
 
 
-def _orthonormal(columns_DC: Tensor) -> Tensor:
-    return torch.linalg.qr(columns_DC)[0] if columns_DC.shape[1] else columns_DC
+def _split(form_CC: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenspaces of a quadratic form where it is not negative, and where it is."""
+    values_C, vectors_CC = torch.linalg.eigh(form_CC)
+    return vectors_CC[:, values_C >= 0], vectors_CC[:, values_C < 0]
+
+
+def _orthonormal(columns_XC: Tensor) -> Tensor:
+    return torch.linalg.qr(columns_XC)[0] if columns_XC.shape[1] else columns_XC
 
 
 def _complement(columns_NC: Tensor) -> Tensor:

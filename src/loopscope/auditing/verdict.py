@@ -1,27 +1,37 @@
-"""From findings at many states to verdicts: dimension with agreement, a name for what is blind, evidence, remedy.
+"""From findings at many states to verdicts: how many directions, a name for what is blind, evidence, remedy.
 
-Shape legend: D width, C blind directions.
+Shape legend: M named fields, X width of a token's share of the joint state, C blind directions.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from loopscope.auditing.free_range import FURTHEST, FreeRange
+from loopscope.auditing.hidden import HIDDEN
 from loopscope.auditing.result import BlindDirections, Variable
-from loopscope.auditing.search import CLASSES, HIDDEN, StateFindings, median_dimension
+from loopscope.auditing.search import CLASSES, PUBLIC, StateFindings, median_dimension
 from loopscope.config import PAPER_PENALTY
 
 SEVERITY = ("visible", "weak", "removed", "damped", "inert", "memory", "blind")
 """From harmless to alarm; over loops the last one counts."""
 EXPLAINED = 0.98
 """Share of a direction (or of a subspace) that a name must explain."""
+NEAR = 0.5
+"""Share of a named field within the blind directions from which one of them is that field, or near it."""
+BY_CHANCE = 4
+"""…if that is so many times what a random direction would have."""
+HARMLESS = ("removed", "unreachable", "damped", "inert", "memory")
+"""Classes whose directions are hidden and need no answer."""
+WEAK_RANGE = 3.0
+"""A variable that is free threefold is held, but weakly."""
+PRINCIPAL_COMPONENTS = 4
 
 REMEDIES: dict[str, tuple[str, str | None]] = {
     "scale": (
@@ -32,34 +42,115 @@ REMEDIES: dict[str, tuple[str, str | None]] = {
     "mean": ("read out through RMSNorm or raw, or norm between loops with LayerNorm", "--readout rmsnorm"),
 }
 OTHER_REMEDY = ("let the readout see these directions, or add a loss term on them", f"--norm-penalty {PAPER_PENALTY}")
+TENSOR_REMEDY = ("let an exit read this tensor, add a loss term on it, or norm it between loops", None)
+
+EVIDENCE = {
+    "visible": "free to run {free} before it costs 1 % of perplexity (from loop {k})",
+    "weak": "free to run {free} before it costs 1 % of perplexity (from loop {k})",
+    "removed": "free to run {free}, but no loop carries or writes it (loop {k}, gain {activity:.2g})",
+    "damped": "free to run {free}, but dying out by more than 5 % a loop (loop {k}, gain {activity:.2g})",
+    "inert": "free to run {free} and carried (loop {k}), but nothing ever reads it; only its range is at risk",
+    "memory": "free to run {free}, carried and read (loop {k}), but bounded by the loop",
+    "blind": "free to run {free} before it costs 1 % of perplexity{held}: {share:.0%} of tokens tenfold or more at "
+    "loop {k}; the next loop carries it on with gain {activity:.2g}, and later exits depend on it ({delayed:.1g})",
+}
 
 Findings = list[dict[int, StateFindings]]
 """One entry per state: loop → findings."""
 
 
-def blind_directions(findings: Findings, pc_DC: Tensor, states_at: dict[int, list[Tensor]]) -> BlindDirections:
-    """The dimension at the loop where it is largest, with its spectrum and its names."""
-    loops = sorted(findings[0])
-    medians = {k: median_dimension([one[k].fate.counts["blind"] for one in findings]) for k in loops}
-    worst = max(loops, key=lambda k: medians[k][0])
-    dimension, agreement = medians[worst]
-    spectrum = torch.stack([one[worst].hidden.spectrum for one in findings]).median(0).values
-    named, unnamed = _names([one[worst].fate.blind_DC for one in findings], states_at[worst], pc_DC, dimension)
-    return BlindDirections(
-        dimension=dimension,
+@dataclass(frozen=True)
+class Found:
+    """What a search found, and the directions themselves."""
+
+    directions: BlindDirections
+    discovered: list[str]
+    """Variables besides named fields and tensors."""
+    h_directions_DC: Tensor
+    """Orthonormal directions of h that these span, on average over states."""
+
+
+def judge(findings: Findings, ranges: Mapping[str, FreeRange], constant: Sequence[str]) -> tuple[Found, list[Variable]]:
+    """What is blind, counted and named, and every variable: named fields, carried tensors, what was found besides.
+
+    A named field is judged by its free range and counts once; of what the search found, only the directions besides the
+    blind fields count, since a curved level set gives a tangent that is near to the field and not equal to it.
+    """
+    fields = [_field_variable(name, findings, ranges[name]) for name in ranges]
+    blind = [one.name for one in fields if one.verdict == "blind"]
+    besides = {
+        k: [_besides(one[k], [list(ranges).index(name) for name in blind]) for one in findings] for k in findings[0]
+    }
+    medians = {k: median_dimension([basis_XC.shape[1] for basis_XC in bases]) for k, bases in besides.items()}
+    worst = max(medians, key=lambda k: (medians[k][0], medians[k][1], -k))
+    at_worst = [one[worst] for one in findings]
+    extra, agreement = medians[worst]
+    named, unnamed = _names(at_worst, besides[worst], [name for name in ranges if name not in blind], extra)
+    named = [{"name": name, "share": _share_of(name, at_worst)} for name in blind] + named
+    spectrum = torch.stack([one.hidden.spectrum for one in at_worst]).median(0).values
+    directions = BlindDirections(
+        dimension=len(blind) + extra,
         agreement=agreement,
         states=len(findings),
         spectrum=spectrum.tolist(),
         gap=_gap(spectrum),
         named=named,
         unnamed=unnamed,
-        loops=[_loop_row(k, [one[k] for one in findings]) for k in loops],
+        loops=[_loop_row(k, [one[k] for one in findings]) for k in findings[0]],
     )
+    tensors = [_tensor_variable(name, findings) for name in at_worst[0].tensors]
+    others = _discovered(worst, findings, directions, [*blind, *at_worst[0].tensors])
+    found = Found(directions, [one.name for one in others], _common(at_worst, besides[worst], extra))
+    return found, [*fields, *tensors, *map(_constant, constant), *others, *_memory(findings, directions)]
+
+
+def _common(at_states: Sequence[StateFindings], bases: Sequence[Tensor], dimension: int) -> Tensor:
+    """Those directions of h that most states find: the leading ones of their mean projector."""
+    where = at_states[0].columns["h"]
+    projectors = [basis_XC[where] @ basis_XC[where].T for basis_XC in bases]
+    _, vectors_DD = torch.linalg.eigh(torch.stack(projectors).mean(0))
+    return vectors_DD[:, vectors_DD.shape[1] - min(dimension, vectors_DD.shape[1]) :]
+
+
+def _besides(one: StateFindings, fields: Sequence[int]) -> Tensor:
+    """The blind directions of a state without the blind fields, each of which takes away the one that is nearest.
+
+    What is harmless of a field does not count: of h = (h₁, h₂) whose first half is removed, h₂ is the blind direction.
+    """
+    nothing_X0 = one.field_rows.T[:, :0]
+    basis_XC = one.fate.bases.get("blind", nothing_X0)
+    harmless_XC = torch.cat([nothing_X0, *(one.fate.bases[fate] for fate in HARMLESS if fate in one.fate.bases)], dim=1)
+    for index in fields:
+        rest_X = one.field_rows[index] - harmless_XC @ (harmless_XC.T @ one.field_rows[index])
+        basis_XC, _ = _without(basis_XC, rest_X / rest_X.norm().clamp(min=1e-300), NEAR)
+    return basis_XC
+
+
+def _without(basis_XC: Tensor, unit_X: Tensor, least: float) -> tuple[Tensor, float]:
+    """A subspace without a direction, if so much of it lies inside; and the share that does."""
+    if basis_XC.shape[1] == 0:
+        return basis_XC, 0.0
+    inside_C = basis_XC.T @ unit_X
+    share = float(inside_C.square().sum())
+    if share < least:
+        return basis_XC, share
+    _, _, right = torch.linalg.svd(inside_C[None])
+    return basis_XC @ right.T[:, 1:], share
+
+
+def _share_of(name: str, at_states: Sequence[StateFindings]) -> float:
+    """Median share of a blind field within the directions that the search found blind."""
+    index = list(at_states[0].fields).index(name)
+    shares = []
+    for one in at_states:
+        basis_XC = one.fate.bases.get("blind", one.field_rows.T[:, :0])
+        shares.append(float((basis_XC.T @ one.field_rows[index]).square().sum()))
+    return statistics.median(shares)
 
 
 def _loop_row(k: int, at_states: Sequence[StateFindings]) -> dict[str, int]:
     """Median over states of how many directions end in each class."""
-    hidden = statistics.median_low([one.hidden.basis_DN.shape[1] for one in at_states])
+    hidden = statistics.median_low([one.hidden.basis_XH.shape[1] for one in at_states])
     weak = statistics.median_low([one.hidden.weak for one in at_states])
     classes = {name: statistics.median_low([one.fate.counts[name] for one in at_states]) for name in CLASSES}
     return {"k": k, "hidden": int(hidden), "weak": int(weak), **{name: int(count) for name, count in classes.items()}}
@@ -71,103 +162,112 @@ def _gap(spectrum: Tensor) -> float | None:
     return float(shown.min() / hidden.max().clamp(min=1e-300)) if len(hidden) and len(shown) else None
 
 
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Name:
+    name: str
+    share: float
+    dimensions: int
+
+
 def _names(
-    bases_DC: list[Tensor], states_D: list[Tensor], pc_DC: Tensor, dimension: int
+    at_states: Sequence[StateFindings], bases: Sequence[Tensor], fields: Sequence[str], dimension: int
 ) -> tuple[list[dict[str, object]], int]:
-    """Names of the blind subspace that most states agree on, with the share each explains; what is left is unnamed."""
+    """Names of the directions besides the blind fields that most states agree on; what is left is unnamed."""
     if dimension == 0:
         return [], 0
+    components_XC = _principal_components(at_states)
     per_state = [
-        dict(_names_at(basis_DC, h_D, pc_DC))
-        for basis_DC, h_D in zip(bases_DC, states_D, strict=True)
-        if basis_DC.shape[1] == dimension
+        {one.name: one for one in _names_at(state, basis_XC, fields, components_XC)}
+        for state, basis_XC in zip(at_states, bases, strict=True)
+        if basis_XC.shape[1] == dimension
     ]
     counts = Counter(name for names in per_state for name in names)
     common = [name for name, count in counts.items() if count > len(per_state) / 2]
-    shares = {name: statistics.median(names[name][0] for names in per_state if name in names) for name in common}
-    taken = sum(max(names[name][1] for names in per_state if name in names) for name in common)
+    shares = {name: statistics.median(names[name].share for names in per_state if name in names) for name in common}
+    taken = sum(max(names[name].dimensions for names in per_state if name in names) for name in common)
     return [{"name": name, "share": shares[name]} for name in common], max(dimension - taken, 0)
 
 
-def _names_at(basis_DC: Tensor, h_D: Tensor, pc_DC: Tensor) -> list[tuple[str, tuple[float, int]]]:
-    """(name, (share explained, dimensions taken)) at one state: scale, mean, channels, principal components."""
-    found: list[tuple[str, tuple[float, int]]] = []
-    fields = {"scale": h_D.double(), "mean": torch.ones_like(h_D, dtype=torch.float64)}
-    fields |= {f"principal component {index + 1}": pc_DC[:, index] for index in range(pc_DC.shape[1])}
-    rest_DC = basis_DC
-    for name, field_D in list(fields.items())[:2]:
-        rest_DC = _take(name, field_D, basis_DC, rest_DC, found)
-    channels = _channels(rest_DC)
-    if channels is not None:
-        found.append((channels, (EXPLAINED, rest_DC.shape[1])))
-        return found
-    for name, field_D in list(fields.items())[2:]:
-        rest_DC = _take(name, field_D, basis_DC, rest_DC, found)
+def _names_at(state: StateFindings, basis_XC: Tensor, fields: Sequence[str], components_XC: Tensor) -> list[_Name]:
+    """At one state: fields that are near, whole tensors and their scales, channels, principal components of h."""
+    found: list[_Name] = []
+
+    def take(name: str, unit_X: Tensor, least: float) -> None:
+        nonlocal basis_XC
+        without_XC, share = _without(basis_XC, unit_X, least)
+        if without_XC.shape[1] < basis_XC.shape[1]:
+            found.append(_Name(name, share, 1))
+            basis_XC = without_XC
+
+    names = list(state.fields)
+    near = max(NEAR, min(EXPLAINED, BY_CHANCE * basis_XC.shape[1] / len(basis_XC)))
+    for name in fields:
+        take(f"a direction near {name}", state.field_rows[names.index(name)], near)
+    for name in state.tensors:
+        where = state.columns[name]
+        width = where.stop - where.start
+        share = float(basis_XC[where].square().sum()) / width
+        if share >= EXPLAINED:
+            found.append(_Name(name, share, width))
+            basis_XC = _outside(basis_XC, list(range(where.start, where.stop)))
+        else:
+            unit_X = torch.zeros_like(state.x_X)
+            unit_X[where] = state.x_X[where] / state.x_X[where].norm().clamp(min=1e-300)
+            take(f"scale of {name}", unit_X, EXPLAINED)
+    inside = (state.fate.bases["blind"].square().sum(-1) >= EXPLAINED).nonzero().flatten().tolist()
+    if 0 < len(inside) <= basis_XC.shape[1]:
+        found.append(_Name(_spoken(inside, state.columns), EXPLAINED, len(inside)))
+        basis_XC = _outside(basis_XC, inside)
+    if (channels := _channels(basis_XC, state.columns)) is not None:
+        return [*found, _Name(channels, EXPLAINED, basis_XC.shape[1])]
+    for index in range(components_XC.shape[1]):
+        take(f"principal component {index + 1}", components_XC[:, index], EXPLAINED)
     return found
 
 
-def _take(
-    name: str, field_D: Tensor, basis_DC: Tensor, rest_DC: Tensor, found: list[tuple[str, tuple[float, int]]]
-) -> Tensor:
-    """Note a field that lies in the subspace, and return what is left of the subspace without it."""
-    unit_D = field_D / field_D.norm()
-    share = float((basis_DC.T @ unit_D).square().sum())
-    if share < EXPLAINED or rest_DC.shape[1] == 0:
-        return rest_DC
-    inside_C = rest_DC.T @ unit_D
-    if inside_C.norm() < 1 - EXPLAINED:  # a combination of names that are already there
-        return rest_DC
-    found.append((name, (share, 1)))
-    _, _, right = torch.linalg.svd(inside_C[None])
-    return rest_DC @ right.T[:, 1:]
-
-
-def _channels(rest_DC: Tensor) -> str | None:
+def _channels(basis_XC: Tensor, columns: Mapping[str, slice]) -> str | None:
     """The few channels that hold the whole subspace, if there are such (one more than dimensions at most)."""
-    dimension = rest_DC.shape[1]
+    dimension = basis_XC.shape[1]
     if dimension == 0:
         return None
-    energy_D = rest_DC.square().sum(-1)
-    held, order = energy_D.sort(descending=True)
+    energy_X = basis_XC.square().sum(-1)
+    held, order = energy_X.sort(descending=True)
     count = int((held.cumsum(0) < EXPLAINED * dimension).sum()) + 1
-    if count > dimension + 1 or count == len(energy_D):
+    if count > dimension + 1 or count == len(energy_X):
         return None
-    return "channels " + ", ".join(str(c) for c in sorted(order[:count].tolist()))
+    return _spoken(sorted(order[:count].tolist()), columns)
 
 
-def variables(findings: Findings, found: BlindDirections, ranges: Mapping[str, FreeRange]) -> list[Variable]:
-    """Scale and mean (and users' fields) first, then what the search found besides them."""
-    names = list(next(iter(findings[0].values())).fields)
-    known = [_field_variable(name, findings, ranges[name]) for name in names]
-    blind = [one.name for one in known if one.verdict == "blind"]
-    extra = [str(named["name"]) for named in found.named if named["name"] not in blind]
-    # A blind direction may lie close to a named one that is not blind itself: it is another one.
-    others = [_discovered(f"a direction near {name}" if name in names else name, findings, found) for name in extra]
-    if found.unnamed or (found.dimension and not blind and not extra):
-        others.append(_discovered(f"unnamed ({found.unnamed or found.dimension} dimensions)", findings, found))
-    return known + others + _memory(findings, found)
+def _outside(basis_XC: Tensor, channels: list[int]) -> Tensor:
+    """What is left of a subspace that holds some channels when they are taken away."""
+    outside_XC = basis_XC.clone()
+    outside_XC[channels] = 0
+    left_XC, _, _ = torch.linalg.svd(outside_XC, full_matrices=False)
+    return left_XC[:, : max(basis_XC.shape[1] - len(channels), 0)]
 
 
-def _memory(findings: Findings, found: BlindDirections) -> list[Variable]:
-    """What is carried in sight of no exit, and bounded."""
-    k, count = max(((row["k"], row["memory"]) for row in found.loops), key=lambda row: row[1])
-    if not count:
-        return []
-    numbers = _strength("memory", k, findings)
-    evidence = (
-        f"loop {k}: {count} hidden directions ({numbers[0]:.0e}) are carried (gain {numbers[2]:.2g}) and read later "
-    )
-    evidence += f"({numbers[1]:.1g}), but the loop bounds the state as a whole"
-    return [Variable(f"hidden memory ({count} dimensions)", "memory", *numbers, evidence, None, None)]
+def _spoken(chosen: list[int], columns: Mapping[str, slice]) -> str:
+    """Channels in words, each counted within its own tensor."""
+    spoken = []
+    for name, where in columns.items():
+        own = [str(channel - where.start) for channel in chosen if where.start <= channel < where.stop]
+        if own:
+            spoken.append("channels " + ", ".join(own) + ("" if name == "h" else f" of {name}"))
+    return " and ".join(spoken)
 
 
-def _strength(name: str, k: int, findings: Findings) -> tuple[float, float, float]:
-    """Visibility, delayed visibility and activity of what is `name` at a loop: medians over the states that have it."""
-    at = [one[k].fate.strengths[name] for one in findings if name in one[k].fate.strengths]
-    visibility, delayed, activity = (
-        statistics.median(getattr(one, number) for one in at) for number in ("visibility", "delayed", "activity")
-    )
-    return visibility, delayed, activity
+def _principal_components(at_states: Sequence[StateFindings]) -> Tensor:
+    """Of h over the states, as columns of the joint state."""
+    where = at_states[0].columns["h"]
+    states_SD = torch.stack([one.x_X[where] for one in at_states])
+    _, _, right = torch.linalg.svd(states_SD - states_SD.mean(0), full_matrices=False)
+    return torch.nn.functional.pad(right[:PRINCIPAL_COMPONENTS].T, (0, 0, 0, len(at_states[0].x_X) - where.stop))
+
+
+# --- variables -------------------------------------------------------------------------------------------------------
 
 
 def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variable:
@@ -179,16 +279,17 @@ def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variabl
             continue
         fates = Counter(one[k].fields[name].fate for one in findings)
         by_loop[k] = max(fates, key=lambda fate: (fates[fate], SEVERITY.index(fate)))
-    worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k]), ranges.median[k]))
+    worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k]), ranges.median[k], -k))
     verdict = by_loop[worst]
-    at_worst = [one[worst].fields[name] for one in findings]
-    visibility, delayed, activity = (
-        statistics.median(getattr(one, number) for one in at_worst) for number in ("visibility", "delayed", "activity")
-    )
+    visibility, delayed, activity = _medians(findings, lambda one: one[worst].fields[name])
     remedy, flag = REMEDIES.get(name, OTHER_REMEDY) if verdict == "blind" else (None, None)
-    far = "without limit" if ranges.median[worst] == math.inf else f"{ranges.median[worst]:.3g}-fold"
     evidence = EVIDENCE[verdict].format(
-        k=worst, free=far, share=ranges.tenfold[worst], delayed=delayed, activity=activity
+        k=worst,
+        free=_far(ranges.median[worst]),
+        held=ranges.held_by(worst),
+        share=ranges.tenfold[worst],
+        delayed=delayed,
+        activity=activity,
     )
     return Variable(
         name,
@@ -204,31 +305,108 @@ def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variabl
     )
 
 
-WEAK_RANGE = 3.0
-"""A variable that is free threefold is held, but weakly."""
-EVIDENCE = {
-    "visible": "loop {k}: free to run {free} before it costs 1 % of perplexity",
-    "weak": "loop {k}: free to run {free} before it costs 1 % of perplexity",
-    "removed": "loop {k}: free to run {free}, but no loop carries or writes it (gain {activity:.2g})",
-    "damped": "loop {k}: free to run {free}, but dying out by more than 5 % a loop (gain {activity:.2g})",
-    "inert": "loop {k}: free to run {free} and carried, but nothing ever reads it; only its range is at risk",
-    "memory": "loop {k}: free to run {free}, carried and read, but bounded by the loop",
-    "blind": "loop {k}: free to run {free} before it costs 1 % of perplexity ({share:.0%} of tokens tenfold or more); "
-    "the next loop carries it on with gain {activity:.2g}, and later exits depend on it ({delayed:.1g})",
-}
-
-
-def _discovered(name: str, findings: Findings, found: BlindDirections) -> Variable:
-    """What the search found besides named fields; its numbers are the largest of all such directions of a state."""
-    remedy, flag = OTHER_REMEDY
-    k = max(found.loops, key=lambda row: row["blind"])["k"]
-    numbers = _strength("blind", k, findings)
-    evidence = (
-        f"loop {k}: ten lengths of the state along it go unnoticed; the next loop carries it on with gain "
-        f"{numbers[2]:.2g}, and later exits depend on it ({numbers[1]:.1g}); found by the search at "
-        f"{found.agreement:.0%} of the states"
+def _medians(findings: Findings, of: Callable[[dict[int, StateFindings]], object]) -> tuple[float, float, float]:
+    """Visibility, delayed visibility and activity, each the median over states."""
+    visibility, delayed, activity = (
+        statistics.median(getattr(of(one), number) for one in findings)
+        for number in ("visibility", "delayed", "activity")
     )
-    return Variable(name, "blind", *numbers, evidence, remedy, flag)
+    return visibility, delayed, activity
+
+
+def _far(free: float) -> str:
+    return "without limit" if free >= FURTHEST else f"{free:.3g}-fold"
+
+
+def _tensor_variable(name: str, findings: Findings) -> Variable:
+    """A carried tensor: blind if any of it is; else what becomes of most of it at the loop where that is worst."""
+    where = next(iter(findings[0].values())).columns[name]
+    width = where.stop - where.start
+    by_loop = {}
+    for k in findings[0]:
+        shares = {fate: statistics.median(_held(one[k], fate, where) for one in findings) for fate in CLASSES}
+        public = Counter({"visible": width - sum(shares.values())})
+        for fate, share in shares.items():
+            public[PUBLIC.get(fate, fate)] += share  # type: ignore[assignment]  # shares of directions, not whole ones
+        by_loop[k] = (
+            "blind" if shares["blind"] >= NEAR else max(public, key=lambda fate: public[fate]),
+            shares["blind"],
+        )
+    worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k][0]), by_loop[k][1], -k))
+    verdict, blind = by_loop[worst]
+    visibility, delayed, activity = _medians(findings, lambda one: one[worst].tensors[name])
+    what = f"{blind:.0f} of its {width} directions are blind" if verdict == "blind" else f"most of it is {verdict}"
+    evidence = (
+        f"carried beside h: {what} (loop {worst}; along itself its exit shows {visibility:.1g} of an average "
+        f"direction, the next loop passes on {activity:.2g}, later exits depend on it by {delayed:.1g})"
+    )
+    remedy, flag = TENSOR_REMEDY if verdict == "blind" else (None, None)
+    strengths = [one[worst].fate.strengths.get("blind") for one in findings]
+    free = [one.free for one in strengths if one is not None]
+    far = min(statistics.median(free), FURTHEST) if verdict == "blind" and free else None
+    return Variable(name, verdict, visibility, delayed, activity, evidence, remedy, flag, far)
+
+
+def _held(one: StateFindings, fate: str, where: slice) -> float:
+    """How many directions of a class lie in some channels."""
+    basis_XC = one.fate.bases.get(fate)
+    return 0.0 if basis_XC is None else float(basis_XC[where].square().sum())
+
+
+def _constant(name: str) -> Variable:
+    evidence = "carried beside h, and the same after every loop: no loop writes it"
+    return Variable(name, "removed", 0.0, 0.0, 1.0, evidence, None, None)
+
+
+def _discovered(k: int, findings: Findings, found: BlindDirections, known: Sequence[str]) -> list[Variable]:
+    """What the search found besides named fields and tensors; numbers are the largest of all such directions."""
+    names = [str(one["name"]) for one in found.named if one["name"] not in known]
+    names = [name for name in names if not any(name.endswith(f" of {tensor}") for tensor in known)]
+    if found.unnamed:
+        names.append(f"unnamed ({found.unnamed} dimension{'s' if found.unnamed > 1 else ''})")
+    if not names:
+        return []
+    visibility, delayed, activity, free = _strength("blind", k, findings)
+    evidence = (
+        (
+            f"loop {k}: {_far(free)} lengths of the state along it go unnoticed; the next loop carries it on with gain "
+            f"{activity:.2g}, and later exits depend on it ({delayed:.1g}); found by the search at "
+            f"{found.agreement:.0%} of the states"
+        )
+        .replace("-fold lengths", " lengths")
+        .replace("without limit lengths", "any number of lengths")
+    )
+    near = {f"a direction near {name}": remedy for name, remedy in REMEDIES.items()}
+    return [
+        Variable(
+            name, "blind", visibility, delayed, activity, evidence, *near.get(name, OTHER_REMEDY), min(free, FURTHEST)
+        )
+        for name in names
+    ]
+
+
+def _memory(findings: Findings, found: BlindDirections) -> list[Variable]:
+    """What is carried in sight of no exit, and bounded."""
+    k, count = max(((row["k"], row["memory"]) for row in found.loops), key=lambda row: row[1])
+    if not count:
+        return []
+    visibility, delayed, activity, free = _strength("memory", k, findings)
+    evidence = (
+        f"loop {k}: {count} hidden directions ({visibility:.0e}) are carried (gain {activity:.2g}) and read later "
+        f"({delayed:.1g}), but the loop bounds the state as a whole"
+    )
+    name = f"hidden memory ({count} dimension{'s' if count > 1 else ''})"
+    return [Variable(name, "memory", visibility, delayed, activity, evidence, None, None, min(free, FURTHEST))]
+
+
+def _strength(name: str, k: int, findings: Findings) -> tuple[float, float, float, float]:
+    """Visibility, delayed visibility, activity and free lengths of a class: medians over the states that have it."""
+    at = [one[k].fate.strengths[name] for one in findings if name in one[k].fate.strengths]
+    visibility, delayed, activity, free = (
+        statistics.median(getattr(one, number) for one in at)
+        for number in ("visibility", "delayed", "activity", "free")
+    )
+    return visibility, delayed, activity, free
 
 
 def summary(verdict: str, found: BlindDirections, known: list[Variable]) -> str:
@@ -237,7 +415,5 @@ def summary(verdict: str, found: BlindDirections, known: list[Variable]) -> str:
         scale = next(one for one in known if one.name == "scale")
         return f"No blind spot: every direction that the loop carries is shown to a loss; scale is {scale.verdict}."
     names = ", ".join(one.name for one in known if one.verdict == "blind")
-    if found.dimension == 0:  # a field that is free for some tokens, or tenfold along a curve that no tangent follows
-        return f"Blind ({names}): the loop carries on what the objective lets run tenfold or more."
     plural, them = ("s", "them") if found.dimension > 1 else ("", "it")
     return f"{found.dimension} blind direction{plural} ({names}): the loop carries {them} on and no loss sees {them}."

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import tyro
 from tyro.conf import Positional
 
-from loopscope.cli.terminal import print_tables, print_text, progress, say, sparkline
+from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
+from loopscope.cli.terminal import SCHEMA_VERSION, print_tables, print_text, progress, say, sparkline
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
-from loopscope.runs import write_json
+from loopscope.errors import ConfigError, LoopscopeError
+from loopscope.runs import write_atomically, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,9 +31,9 @@ if TYPE_CHECKING:
 class Audit:
     """Flags of `loopscope audit`."""
 
-    target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file, or
-    package.module:factory."""
+    targets: Positional[tuple[str, ...]]
+    """Run folders, checkpoints, Hugging Face folders, hf:ORG/NAME, preset:NAME, configuration files, or
+    package.module:factory: one in full, of several a line for every finding."""
     supervised: str | None = None
     """Loops that get cross-entropy: every-loop, terminal, or 1,3; by default what the target says."""
     norm_penalty: float | None = None
@@ -43,7 +46,7 @@ class Audit:
     """Token states that are searched for blind directions."""
     prefix: int = 16
     """Tokens up to such a state."""
-    tokens: int = 512
+    tokens: int = 256
     """Tokens that norms, shares, sweeps and interventions are measured on."""
     loops: int = 30
     """Loops that the activity is followed through."""
@@ -56,15 +59,18 @@ class Audit:
     training steps, and say how far they went and what the objective paid."""
     push_steps: int = 80
     """Steps with the reward, and as many without, after three quarters as many of warm-up."""
-    out: Path | None = None
-    """Where to write audit.json; by default into the run folder, and nowhere for other targets."""
+    format: Literal["table", "json", "sarif", "junit"] = "table"
+    """What is printed: tables, audit.json, SARIF 2.1.0 for code scanning, or JUnit XML for test reports."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
+    """Where to write audit.json; by default into the run folder, and nowhere for other targets. With --format sarif or
+    junit: where to write that document, so that tables are printed."""
     json: bool = False
-    """Print audit.json instead of tables."""
+    """Short for --format json."""
 
     help: ClassVar[str] = """Find the state variables that a loop carries and no loss sees. Exit code 1 on a blind spot,
 and where none can be ruled out.
 
-Works on trained and on untrained models; put `loopscope audit my-config.yaml` into your CI.
+Works on trained and on untrained models; put `loopscope audit my-config.yaml` into your CI (docs/pipeline.md).
 
 examples:
   loopscope audit preset:nano                      a design, before anybody trains it
@@ -72,9 +78,14 @@ examples:
   loopscope audit downloads/Ouro-1.4B              somebody's checkpoint: config.json and safetensors
   loopscope audit my_package.my_model:build --supervised terminal
   loopscope audit runs/mine --push                 does a blind variable run when it is rewarded?
-  loopscope audit runs/mine --json > audit.json"""
+  loopscope audit runs/mine --json > audit.json
+  loopscope audit configs/*.yaml --format sarif -o loopscope.sarif"""
 
     def __post_init__(self) -> None:
+        if not self.targets:
+            raise ConfigError("name at least one target: loopscope audit preset:nano")
+        if self.json and self.format not in ("table", "json"):
+            raise ConfigError(f"--json and --format {self.format} ask for two formats; choose one")
         for name in ("states", "tokens", "loops", "push_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError.of(name, getattr(self, name), "must be at least 1")
@@ -85,16 +96,43 @@ examples:
             ObjectiveConfig(norm_penalty=self.norm_penalty)  # refuses what is no weight, before anything is opened
 
     def run(self) -> int:
-        """Audit, write audit.json, print."""
+        """Audit every target, write what is to be written, print."""
+        audits, stages = [], []
+        for target in self.targets:
+            try:
+                audited, stage = self._audit(target)
+            except LoopscopeError as error:  # what can be said of the other targets is said
+                said = str(error) if target in str(error) or len(self.targets) == 1 else f"{target}: {error}"
+                say(f"error: {said}")
+                audited, stage = Audited(target, None, error=str(error)), ""
+            audits.append(audited)
+            stages.append(stage)
+        chosen = "json" if self.json else self.format
+        document = {"sarif": _sarif, "junit": junit}.get(chosen, _json)(audits)
+        if self.out is not None and document is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.out, document)
+        result = audits[0].result
+        if chosen != "table" and (self.out is None or chosen == "json"):
+            if document is not None:
+                print_text(document)
+        elif len(audits) > 1:
+            print_text("\n".join(lines(audits)))
+        elif result is not None:
+            print_audit(result, stages[0])
+        return exit_code(audits)
+
+    def _audit(self, target: str) -> tuple[Audited, str]:
+        """The audit of one target, left beside its run unless --out takes audit.json elsewhere; with its stage."""
         from loopscope.targets import open_target
         from loopscope.verbs.audits import audit
 
-        opened = open_target(self.target, seed=self.seed)
+        opened = open_target(target, seed=self.seed)
         if self.push:
             from loopscope.auditing.trial import trainable
 
             trainable(opened.model, "--push")
-        with progress(total=3 + self.states, every=4) as advance:
+        with progress(opened.name) as advance:
             result = audit(
                 opened,
                 supervised=parse_supervised(self.supervised),
@@ -102,21 +140,24 @@ examples:
                 data=self.data,
                 tokenizer=self.tokenizer,
                 options=self.options(),
-                progress=lambda what, _: advance(what),
+                progress=advance,
                 say=say,
             )
-        out = self.out or (opened.run.path / "audit.json" if opened.run is not None and opened.is_newest else None)
+        out = self._own_file(opened)
         if out is not None:
             write_json(out, result.to_json())  # an interrupted push leaves the audit behind
         if self.push:
             result = self._pushed(opened, result)
             if out is not None:
                 write_json(out, result.to_json())
-        if self.json:
-            print_text(json.dumps(result.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
-        else:
-            print_audit(result, opened.stage)
-        return EXIT_OK if result.verdict == "controlled" else EXIT_FINDINGS
+        file = Path(target) if Path(target).is_file() else None if opened.run is None else opened.run.config_path
+        return Audited(target, result, file), opened.stage
+
+    def _own_file(self, opened: Opened) -> Path | None:
+        """The run folder's audit.json, unless --out says where else it goes."""
+        goes_elsewhere = self.out is not None and self.format in ("table", "json")
+        kept = opened.run is not None and opened.is_newest and not goes_elsewhere
+        return opened.run.path / "audit.json" if kept and opened.run is not None else None
 
     def options(self) -> AuditOptions:
         """How much is looked at."""
@@ -140,8 +181,7 @@ examples:
         blind = [each.name for each in result.variables if each.verdict == "blind"]
         variables = [name for name in FIELDS if name == "scale" or name in blind]
         options = PushOptions(steps=self.push_steps, warm_up=3 * self.push_steps // 4)
-        total = options.total_steps(len(variables))
-        with progress(total=total, every=max(1, total // 8)) as advance:
+        with progress(f"{opened.name}: push") as advance:
             pushed = push(
                 opened,
                 variables=variables,
@@ -151,7 +191,7 @@ examples:
                 tokenizer=self.tokenizer,
                 options=options,
                 seed=self.seed,
-                progress=lambda what, _: advance(f"push: {what}"),
+                progress=advance,
                 say=say,
             )
         return with_push(result, pushed)
@@ -163,6 +203,23 @@ examples:
         if self.norm_penalty is None:
             return None
         return terms_of(replace(opened.objective or ObjectiveConfig(), norm_penalty=self.norm_penalty))
+
+
+def _json(audits: Sequence[Audited]) -> str | None:
+    """audit.json of one target, nothing where it has none; of several, a list of them and of what went wrong."""
+    results = [one.result.to_json() for one in audits if one.result is not None]
+    if len(audits) == 1:
+        return _text(results[0]) if results else None
+    mistakes = [{"target": one.target, "message": one.error} for one in audits if one.result is None]
+    return _text({"schema_version": SCHEMA_VERSION, "audits": results, "errors": mistakes})
+
+
+def _sarif(audits: Sequence[Audited]) -> str:
+    return _text(sarif(audits))
+
+
+def _text(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def parse_supervised(text: str | None) -> Supervised:

@@ -43,6 +43,9 @@ class Remedy:
 
     help: ClassVar[str] = """Fix a blind spot: fine-tune with the remedy (or clamp), and compare before and after.
 
+Exit code 1 unless the audit finds no blind spot any more, the norm has come down where scale was blind, and perplexity
+is at most 1 % worse at every supervised loop.
+
 examples:
   loopscope remedy runs/nano-per-loop-rmsnorm-s42 --steps 300
   loopscope remedy runs/mine --how final-only --steps 500 --out runs/fixed
@@ -54,7 +57,7 @@ examples:
             raise ConfigError.of("steps", self.steps, "must be at least 1")
 
     def run(self) -> int:
-        """Audit and measure, fix, audit and measure again; exit code 1 when a blind spot is left."""
+        """Audit and measure, fix, audit and measure again; exit code 1 unless it is fixed and nothing got worse."""
         from loopscope.verbs.remedies import remedy
 
         result = remedy(
@@ -69,7 +72,7 @@ examples:
             watching=watching,
         )
         self._print(result)
-        return EXIT_OK if result.after.audit.verdict == "controlled" else EXIT_FINDINGS
+        return EXIT_OK if result.is_clean else EXIT_FINDINGS
 
     def _print(self, result: Remedied) -> None:
         if self.json:
@@ -80,7 +83,8 @@ examples:
         print_text(f"before: {was.summary}\nafter:  {now.summary}")
         if now.verdict == "blind-spot":
             print_audit(now)
-        fixed = f"fixed model: {result.out}" if self.how != "clamp" else f"comparison: {result.out}/remedy.json"
+        print_text("\n".join([f"outcome: {result.outcome.upper()}", *(f"  {reason}" for reason in result.reasons)]))
+        fixed = f"model with the fix: {result.out}" if self.how != "clamp" else f"comparison: {result.out}/remedy.json"
         print_text(fixed)
 
 

@@ -41,26 +41,26 @@ def print_json(**values: Any) -> None:
 
 
 @contextmanager
-def progress(total: int, every: int) -> Iterator[Callable[[str], None]]:
-    """A function to call once per unit of work with what is going on: a bar on a terminal, else a line now and then."""
+def progress(of: str) -> Iterator[Callable[[str, float], None]]:
+    """A function to call with what is going on and the share that is done: a bar on a terminal, else a line halfway."""
     if not sys.stderr.isatty():
-        done = 0
+        told = 0
 
-        def line(what: str) -> None:
-            nonlocal done
-            done += 1
-            if done % every == 0:
-                say(f"{done}/{total} {what}")
+        def line(what: str, share: float) -> None:
+            nonlocal told
+            if int(2 * share) > told:
+                told = int(2 * share)
+                say(f"{of}: {share:.0%}, {what}")
 
         yield line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what)
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, completed=share, description=f"{of}: {what}")
 
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from loopscope.auditing.clamp import clamped
 from loopscope.auditing.result import AuditResult
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
 from loopscope.errors import ConfigError, RunError
+from loopscope.files import without_nan
 from loopscope.runs import write_json
 from loopscope.scores import Split
 from loopscope.targets import Opened, open_target
@@ -22,8 +24,15 @@ from loopscope.verbs.text import Say, with_tokenizer
 from loopscope.verbs.training import Watching, target_config, train
 
 How = Literal["penalty", "raw", "final-only", "inter-loop-norm", "clamp"]
+Outcome = Literal["fixed", "controlled", "unfinished", "worse", "undecided"]
 EVALUATED_ROWS = 64
 """Sequences that the exits are measured on."""
+WORSE_PERPLEXITY = 0.01
+"""Share of perplexity that a fix may cost: what the audit calls noticed."""
+HELD_SCALE = 5.0
+"""A state within fivefold of scale 1 has not run. The paper's penalty holds it at 3 to 4; alarms begin at tenfold."""
+CAME_DOWN = 2.0
+"""A norm that has changed by less than this factor has not moved for good: where the monitor's alarm begins, too."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,13 @@ class Measured:
 
     audit: AuditResult
     scores: Split
+
+    @property
+    def last_norm(self) -> float:
+        """‖h_K‖ on the held-out text."""
+        norm = self.scores.depths[-1].norm
+        assert norm is not None
+        return norm
 
     def to_json(self) -> dict[str, Any]:
         """The frontier and the verdict; the whole audit has a file of its own."""
@@ -44,17 +60,101 @@ class Measured:
 
 @dataclass(frozen=True)
 class Remedied:
-    """Before and after a fix."""
+    """Before and after a fix, and what came of it."""
 
     how: How
     before: Measured
     after: Measured
     out: Path
-    """Where the fixed model (or, of a clamp, the comparison) is."""
+    """Where the fine-tuned model (or, of a clamp, the comparison) is."""
+    outcome: Outcome
+    """See `judge`."""
+    reasons: tuple[str, ...]
+    """Why, a sentence each."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is left to do: the blind spot is fixed, or there was none and nothing got worse."""
+        return self.outcome in ("fixed", "controlled")
 
     def to_json(self) -> dict[str, Any]:
-        """remedy.json."""
-        return {"how": self.how, "before": self.before.to_json(), "after": self.after.to_json(), "run": str(self.out)}
+        """remedy.json; numbers that are not finite become null."""
+        measured = {"before": self.before.to_json(), "after": self.after.to_json()}
+        said = {"outcome": self.outcome, "reasons": list(self.reasons)}
+        return without_nan({"how": self.how, **said, **measured, "run": str(self.out)})
+
+
+def judge(before: Measured, after: Measured) -> tuple[Outcome, tuple[str, ...]]:
+    """What came of a fix, with its reasons: verdict, norm and perplexity have to agree.
+
+    fixed        the audit found a blind spot before and none after; where scale was blind, ‖h_K‖ has halved or is at
+                 most 5·√d; and CE at every supervised loop rose by at most ln 1.01, on the same held-out text
+    controlled   the same, but no blind spot had been found before
+    worse        ‖h_K‖ grew (twofold, where scale was not blind) and is above 5·√d, or perplexity is more than 1 % worse
+    undecided    nothing is worse, and the audit after the fix could not decide
+    unfinished   nothing is worse, but something is still blind, or ‖h_K‖ has come down by less than half
+
+    A penalty makes the scale visible at its first step; only the norm tells whether training has acted on it.
+    """
+    norm, norm_is_worse = _judge_norm(before, after)
+    worse = [*([norm] if norm and norm_is_worse else []), *_dearer_exits(before, after)]
+    now = after.audit
+    left = [norm] if norm and not norm_is_worse else []
+    if now.verdict == "blind-spot":
+        names = ", ".join(variable.name for variable in now.variables if variable.verdict == "blind")
+        left.insert(0, f"still blind: {names}; it needs more --steps, or another fix (--how)")
+    doubts = [f"the audit after the fix is undecided: {now.summary}"] if now.verdict == "undecided" else []
+    if worse or doubts or left:
+        outcome: Outcome = "worse" if worse else "undecided" if doubts else "unfinished"
+        return outcome, (*worse, *doubts, *left)
+    held = f"the audit finds no blind spot now, {_norms(before, after)}, and no exit is more than 1 % worse"
+    if before.audit.verdict == "blind-spot":
+        return "fixed", (held,)
+    why = "there was none before" if before.audit.verdict == "controlled" else "the audit before the fix was undecided"
+    return "controlled", (f"no blind spot has been fixed, since {why}; {held}",)
+
+
+def _judge_norm(before: Measured, after: Measured) -> tuple[str | None, bool]:
+    """What is wrong with ‖h_K‖ after a fix, if anything, and whether it got worse."""
+    was, now = before.last_norm, after.last_norm
+    held = HELD_SCALE * math.sqrt(after.audit.model.width)
+    if now <= held:
+        return None, False
+    if before.audit.variable("scale").verdict != "blind":
+        return (f"the state has grown: {_norms(before, after)}", True) if now > CAME_DOWN * was else (None, False)
+    if now > was:
+        return f"the norm went up: {_norms(before, after)}; it needs more --steps, or another fix (--how)", True
+    if now > was / CAME_DOWN:
+        return (
+            f"{_norms(before, after)}, not down to half of it or to {held:.3g} (scale {HELD_SCALE:g}): more --steps",
+            False,
+        )
+    return None, False
+
+
+def _dearer_exits(before: Measured, after: Measured) -> list[str]:
+    """A sentence about the supervised loop whose perplexity suffered most, if one is more than 1 % worse."""
+    exits = [
+        (new.ce - old.ce, old, new)
+        for old, new in zip(before.scores.depths, after.scores.depths, strict=True)
+        if old.k in before.audit.model.supervised and old.ce is not None and new.ce is not None
+    ]
+    dearer = [one for one in exits if one[0] > math.log1p(WORSE_PERPLEXITY)]
+    if not dearer:
+        return []
+    rise, old, new = max(dearer, key=lambda one: one[0])
+    if old.perplexity is None or new.perplexity is None:
+        change = f"CE {old.ce:.4g} → {new.ce:.4g}"
+    else:
+        by = f"+{100 * math.expm1(rise):.1f} %" if rise < math.log(2) else f"{math.exp(rise):.3g}-fold"
+        change = f"{by}, {old.perplexity:.4g} → {new.perplexity:.4g}"
+    others = f"; {len(dearer)} of {len(exits)} supervised loops are more than 1 % worse" if len(exits) > 1 else ""
+    return [f"perplexity at loop {old.k} got worse ({change}){others}"]
+
+
+def _norms(before: Measured, after: Measured) -> str:
+    scale = after.last_norm / math.sqrt(after.audit.model.width)
+    return f"‖h_{after.scores.depths[-1].k}‖ {before.last_norm:.4g} → {after.last_norm:.4g} (scale {scale:.2g})"
 
 
 def remedy(
@@ -84,23 +184,35 @@ def remedy(
     if fixed is not None and opened.tokenizer is None:
         raise ConfigError(f"{opened.name} has no tokenizer to fine-tune it on text with; name one with --tokenizer")
 
-    def measured(what: Opened) -> Measured:
-        found = audit(what, options=options, progress=progress, say=say)
+    def measured(what: Opened, if_not_finite: str) -> Measured:
         scores = evaluate(what, batch=1, max_tokens=EVALUATED_ROWS * what.sequence_length, say=say).scores
-        return Measured(found, scores)
+        for score in scores.depths:  # an audit of such a model would look for the fault in its derivatives
+            if not all(number is not None and math.isfinite(number) for number in (score.ce, score.norm)):
+                seen = f"cross-entropy {score.ce} and norm {score.norm} at loop {score.k}"
+                raise RunError(f"{what.name} has {seen}, so there is nothing to compare: {if_not_finite}")
+        return Measured(audit(what, options=options, progress=progress, say=say), scores)
 
     say(f"auditing {opened.name}")
-    before = measured(opened)
+    before = measured(opened, "no fix mends that")
+    if before.audit.verdict != "blind-spot":
+        say(f"{opened.name} is {before.audit.verdict}: there is no blind spot to fix. {before.audit.summary}")
     if fixed is None:
         after_opened = replace(opened, model=clamped(opened.model), name=f"{opened.name}, clamped")
     else:
         result = train(fixed, place, init_from=opened, say=say, watching=watching)
-        if result.outcome != "finished":
-            raise RunError(f"fine-tuning was {result.outcome} at step {result.step}; run the same command to resume it")
+        if result.outcome == "interrupted":
+            raise RunError(f"fine-tuning was interrupted at step {result.step}; run the same command to resume it")
+        if result.outcome == "stopped":
+            raise RunError(
+                f"fine-tuning was stopped at step {result.step} ({result.event}); try a smaller --lr than "
+                f"{fixed.training.lr:g}, into another --out"
+            )
         after_opened = open_target(place)
-    say("auditing the fixed model")
-    after = measured(after_opened)
-    result_ = Remedied(how, before, after, place)
+    say("auditing the model with the fix")
+    smaller = "" if fixed is None else f"; try a smaller --lr than {fixed.training.lr:g}, into another --out"
+    after = measured(after_opened, f"the fix broke it{smaller}")
+    outcome, reasons = judge(before, after)
+    result_ = Remedied(how, before, after, place, outcome, reasons)
     place.mkdir(parents=True, exist_ok=True)
     write_json(place / "audit.json", after.audit.to_json())
     write_json(place / "remedy.json", {"schema_version": 1, **result_.to_json()})
