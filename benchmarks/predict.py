@@ -394,11 +394,9 @@ def report(out: Path) -> int:
         return 2
     print(machine())
     print(f"{len(rows)} rows of {len(read_rows())}: {STEPS} steps of {BATCH} × {LENGTH} tokens; push {PUSH}\n")
-    print(
-        "| row | variable | verdict | free range | drift a step | pushed | in lengths | reached | paid | peak "
-        "| final | ran |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    said = ("row", "variable", "verdict", "free range", "drift a step")
+    columns = (*said, "pushed", "in lengths", "reached", "paid", "peak", "final", "ran")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for each in rows:
         cells = (
             *(each.row.name, each.row.variable, each.verdict, _times(each.free_range)),
@@ -435,12 +433,12 @@ def report(out: Path) -> int:
         for what, names in (("false alarm", counted.false_alarms), ("missed", counted.missed)):
             if names:
                 print(f"    {what}: {', '.join(names)}")
-    blind, runaways = scores["blind → pushed fivefold"], scores["blind and driven up → ran away"]
+    blind, runaways = scores["blind → pushed fivefold"], scores["free range ≥ 10 and driven up → ran away"]
     claims = {
         "rank correlation of free range and pushed growth ≥ 0.8": pushed >= 0.8,
         "blind against pushed fivefold: precision and recall ≥ 0.9": min(blind.precision, blind.recall) >= 0.9,
-        "every runaway was called blind": scores["blind → ran away"].recall == 1.0,
-        "blind and driven up predicts runaways with precision ≥ 0.9": runaways.precision >= 0.9,
+        "every runaway was called free": scores["free range ≥ 10 → ran away"].recall == 1.0,
+        "free and driven up predicts runaways with precision ≥ 0.9": runaways.precision >= 0.9,
     }
     print()
     for claim, holds in claims.items():
