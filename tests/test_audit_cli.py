@@ -222,7 +222,7 @@ def test_a_push_is_told_in_a_table_with_its_price_and_progress_on_stderr(audit, 
     code, out, err = audit(str(run_folder), *PUSH)
     assert code == 1
     assert "push test" in out and "nats" in out and "4 steps after 3" in out
-    assert "run: push: " in err and "push" not in err.splitlines()[0]
+    assert "run: push: " in err and ": push: " not in err.splitlines()[0]
 
 
 def test_a_push_of_a_run_is_kept_in_its_audit_and_in_the_json(audit, run_folder):
