@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import loopscope as ls
-from loopscope.auditing.audit import AuditOptions
+from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.cli.formats import Audited, exit_code, junit, line_of, lines, sarif
 

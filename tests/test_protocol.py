@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import loopscope as ls
 from loopscope import machine
-from loopscope.auditing.audit import AuditOptions
+from loopscope.auditing.survey import AuditOptions
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, ProtocolError, UnsupportedError
 from loopscope.inference.cache import KVCache

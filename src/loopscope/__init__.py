@@ -17,10 +17,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loopscope.auditing.audit import AuditOptions
     from loopscope.auditing.clamp import clamped
     from loopscope.auditing.push import PushOptions, PushResult
     from loopscope.auditing.result import AuditResult
+    from loopscope.auditing.survey import AuditOptions
+    from loopscope.auditing.trial import Recipe
     from loopscope.auditing.watch import watch
     from loopscope.config import Config, ModelConfig, ObjectiveConfig, TargetConfig, load_config
     from loopscope.errors import LoopscopeError
@@ -55,10 +56,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "loopscope.auditing.audit": ("AuditOptions",),
+    "loopscope.auditing.survey": ("AuditOptions",),
     "loopscope.auditing.clamp": ("clamped",),
     "loopscope.auditing.push": ("PushOptions", "PushResult"),
     "loopscope.auditing.result": ("AuditResult",),
+    "loopscope.auditing.trial": ("Recipe",),
     "loopscope.auditing.watch": ("watch",),
     "loopscope.config": ("Config", "ModelConfig", "ObjectiveConfig", "TargetConfig", "load_config"),
     "loopscope.errors": ("LoopscopeError",),
@@ -105,6 +107,7 @@ __all__ = [
     "PushOptions",
     "PushResult",
     "ReadoutLoss",
+    "Recipe",
     "ScaleAnchor",
     "Scheduled",
     "SharedCore",

@@ -99,23 +99,6 @@ def test_the_verdict_does_not_depend_on_how_the_readout_is_written(tiny, ids_BT)
         torch.testing.assert_close(spectrum, results[0][2], rtol=1e-3, atol=1e-6)
 
 
-def test_a_state_of_two_tensors_is_audited_at_the_one_that_is_read_out(tiny, ids_BT):
-    """A second carried tensor goes along; h alone is judged."""
-    net = ls.build(replace(tiny, vocab_size=80), seed=0)
-
-    def loop(state, k):
-        new = net.loop(state, k)
-        return replace(new, carried={"count": state.carried["count"] + 1})
-
-    def embed(ids):
-        return replace(net.embed(ids), carried={"count": torch.zeros(len(ids), 1)})
-
-    model = ls.adapt(
-        embed=embed, loop=loop, readout=lambda s, k: net.features(s, k) @ net.head.T, num_loops=3, module=net
-    )
-    assert audit(model, [ids_BT]).variable("scale").verdict == "blind"
-
-
 def test_a_field_of_ones_own_gets_a_verdict(tiny, ids_BT):
     model = ls.build(tiny, seed=0)
     channel = torch.zeros(32)

@@ -12,7 +12,7 @@ from test_plan import RealStep, configure
 from torch import nn
 
 import loopscope as ls
-from loopscope.auditing.audit import AuditOptions
+from loopscope.auditing.survey import AuditOptions
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError
 from loopscope.objectives import terms as module

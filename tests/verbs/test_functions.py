@@ -11,7 +11,7 @@ import torch
 import yaml
 
 import loopscope as ls
-from loopscope.auditing.audit import AuditOptions
+from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.config import Config, DataConfig, ModelConfig, ObjectiveConfig, TrainingConfig, load_config
 from loopscope.errors import ConfigError

@@ -14,7 +14,7 @@ from checkpoints import OURO, VOCABULARY, ouro_tensors, save_folder
 
 import loopscope as ls
 from loopscope.adapters.foreign import Weights
-from loopscope.auditing.audit import AuditOptions
+from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.config import ModelConfig, TargetConfig, load_config
 from loopscope.data.tokenizers import bytes_tokenizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.auditing.audit import AuditOptions
+from loopscope.auditing.survey import AuditOptions
 from loopscope.scores import Depth, Split
 from loopscope.verbs.remedies import HELD_SCALE, Measured, judge
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.auditing.audit import AuditOptions
+from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.config import Config, DataConfig, ObjectiveConfig, TargetConfig, TrainingConfig, load_config
 from loopscope.errors import ConfigError, ProtocolError, RunError, UnsupportedError

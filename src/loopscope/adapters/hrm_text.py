@@ -151,5 +151,5 @@ def _note(network: Any) -> str:
     return (
         f"of the {network.config.L_cycles} low-level cycles in each high-level one, training back-propagates through "
         f"the last {', '.join(map(str, network.model.L_bp_cycles_padded))}; the audit takes the derivative of all, in "
-        "evaluation mode. z_L, carried beside h, leaves every cycle through a norm and is not searched"
+        "evaluation mode. z_L is carried beside h, and leaves every cycle through a norm"
     )

@@ -5,106 +5,28 @@ Shape legend: B batch, T tokens, D width, V vocabulary, K loops.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from loopscope.auditing import verdict as verdicts
-from loopscope.auditing.activity import loop_activity, motion
-from loopscope.auditing.derivative_checks import check_derivatives
-from loopscope.auditing.derivatives import with_the_same_noise
 from loopscope.auditing.drift import TRIALS, affordable, drift
-from loopscope.auditing.free_range import FreeRange, Objections
-from loopscope.auditing.interventions import CLAMPED, INTERVENTIONS, intervened_cross_entropy
-from loopscope.auditing.result import AuditResult, Loop, Subject, Variable
-from loopscope.auditing.search import LATER_LOOPS, Search, audited_loops, carried_on, channel_sizes
+from loopscope.auditing.result import AuditResult, Subject, Variable
+from loopscope.auditing.survey import AuditOptions, Measured, Progress, Survey, measure
 from loopscope.auditing.trial import Recipe, TrialObjective, size_along, size_within
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
-from loopscope.auditing.visibility import (
-    ALPHAS,
-    FIELDS,
-    Field,
-    alpha_sweep,
-    field_shares,
-    mean_cross_entropy,
-    raw_readout_control,
-)
-from loopscope.auditing.window import Carried, Windows, keeps_its_cache, windows
+from loopscope.auditing.verdict import summary, with_drift
+from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import ConfigError, DataError, LoopscopeError, ProtocolError
-from loopscope.machine import check_bf16_products
+from loopscope.errors import DataError, LoopscopeError
 from loopscope.objectives.placement import exit_weights
 from loopscope.objectives.terms import Term
-from loopscope.protocol import LoopedModel, LoopState, OwnLosses, check_products
+from loopscope.protocol import LoopedModel, LoopState, OwnLosses
 
 Batch = Tensor | tuple[Tensor, Tensor]
 Supervised = ObjectiveConfig | str | Sequence[int] | None
-Progress = Callable[[str, float], None]
-
-SHARE_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-HEAVIEST = 5
-TOKENS_AFTER = 5
-"""Tokens after an audited one that are asked what they read of it: one more than the loops a direction is followed."""
-ROWS_DEPEND = (
-    "the rows of a batch depend on one another (batch statistics?): every state was searched as a batch of its own"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditOptions:
-    """How much is looked at."""
-
-    states: int = 8
-    """Prefixes whose last token is searched for blind directions."""
-    prefix: int = 16
-    """Tokens of such a prefix."""
-    tokens: int = 256
-    """Tokens that norms, shares, sweeps and interventions are measured on."""
-    rollout: int = 30
-    """Loops that the activity is followed through."""
-    method: str = "auto"
-    """How reachability is decided: "dense" Jacobians, "matrix-free", or "auto" by width."""
-    seed: int = 0
-    """Which prefixes and probe directions are drawn."""
-
-    def matrix_free(self, width: int) -> bool:
-        """Dense Jacobians of a whole loop are affordable up to a width of about a thousand."""
-        if self.method not in ("auto", "dense", "matrix-free"):
-            raise ConfigError.of("method", self.method, "allowed: auto, dense, matrix-free")
-        return self.method == "matrix-free" or (self.method == "auto" and width > 1024)
-
-
-@dataclass
-class _Run:
-    """One audit under way."""
-
-    model: LoopedModel
-    network: nn.Module | None
-    ids_BT: Tensor
-    targets_BT: Tensor
-    weights: dict[int, float]
-    """Of the supervised loops."""
-    gated: bool
-    terms: Sequence[Term]
-    fields: dict[str, Field]
-    options: AuditOptions
-    progress: Progress
-    notes: list[str] = field(default_factory=list)
-    runnable: int | None = None
-    """The last loop that the model runs and reads out, where that ends."""
-    doubts: list[str] = field(default_factory=list)
-    """Why no all-clear can be given."""
-
-    @property
-    def supervised(self) -> list[int]:
-        """Loops that get cross-entropy."""
-        return list(self.weights)
 
 
 def audit(
@@ -116,6 +38,7 @@ def audit(
     fields: dict[str, Field] | None = None,
     options: AuditOptions | None = None,
     recipe: Recipe | None = None,
+    untrained_scale: float = 1.0,
     name: str | None = None,
     step: int | None = None,
     progress: Progress = lambda *_: None,
@@ -125,6 +48,7 @@ def audit(
     `batches` are ids (B, T) or pairs of ids and targets; without targets, each token predicts the next. `supervised`
     says which loops get cross-entropy ("every-loop", "terminal" or a list), `terms` what else is in the loss, besides
     the model's own losses. With a `recipe` of training, what is blind is also asked whether training drives it.
+    `untrained_scale` is that of the states before training, from which a penalty counts if it is above 1.
     The model comes back as it was.
     """
     started = time.perf_counter()
@@ -138,39 +62,39 @@ def audit(
     for term in terms:
         term.check()
     fields = {**FIELDS, **(fields or {})}
-    run = _Run(model, network, ids_BT, targets_BT, weights, gated, terms, fields, options, progress)
+    run = Survey(model, network, ids_BT, targets_BT, weights, gated, terms, fields, untrained_scale, options, progress)
     dtype = widest_affordable(network)
     with borrowed(network) as held:
         torch.manual_seed(options.seed)  # a state that starts from noise is then the same in every audit
         try:
             with widened(network, dtype, held):
-                parts = _measure(run)
+                seen = measure(run)
         except RuntimeError as error:  # torch's own, mostly of a tensor that kept its dtype; ours are not of this kind
             if dtype is None:
                 raise
             run = replace(run, notes=[], doubts=[], runnable=None)
             run.notes.append(f"the model does not run in {dtype}, so it was audited in its own dtype ({error})")
-            parts = _measure(run)
+            seen = measure(run)
     if recipe is not None:
-        parts["search"] = _with_drift(run, recipe, supervised, *parts["search"])
-    subject = _subject(run, parts["states"], name, step)
-    return _assemble(run, subject, parts, time.perf_counter() - started)
+        seen.variables = _with_drift(run, recipe, supervised, seen)
+    subject = _subject(run, seen.states, name, step)
+    return _assemble(run, subject, seen, time.perf_counter() - started)
 
 
-def _with_drift(
-    run: _Run, recipe: Recipe, supervised: Supervised, found: verdicts.Found, known: list[Variable]
-) -> tuple[verdicts.Found, list[Variable]]:
+def _with_drift(run: Survey, recipe: Recipe, supervised: Supervised, seen: Measured) -> list[Variable]:
     """What is blind, each with the rate at which training drives it."""
     sizes = {
-        one.name: size_along(run.fields[one.name]) if one.name in run.fields else size_within(found.h_directions_DC)
-        for one in known
-        if one.verdict == "blind" and (one.name in run.fields or one.name in found.discovered)
+        one.name: size_along(run.fields[one.name])
+        if one.name in run.fields
+        else size_within(seen.found.h_directions_DC)
+        for one in seen.variables
+        if one.verdict == "blind" and (one.name in run.fields or one.name in seen.found.discovered)
     }
     if not sizes:
-        return found, known
+        return seen.variables
     if not affordable(run.model):
         run.notes.append("whether training drives what is blind was not tried: no weights to train, or very many")
-        return found, known
+        return seen.variables
     own = OwnLosses.of(run.model)
     told = [term for term in run.terms if own is None or term not in own.losses()]
     pairs = list(zip(run.ids_BT.chunk(TRIALS), run.targets_BT.chunk(TRIALS), strict=True))
@@ -180,9 +104,9 @@ def _with_drift(
         drifts = drift(run.model, pairs, objective, sizes, recipe=recipe)
     except (LoopscopeError, RuntimeError) as error:
         run.notes.append(f"whether training drives what is blind could not be tried: {error}")
-        return found, known
+        return seen.variables
     run.notes.append(f"drift: {TRIALS} trials of a few AdamW steps at a learning rate of {recipe.lr:g}")
-    return found, [verdicts.with_drift(one, drifts[one.name]) if one.name in drifts else one for one in known]
+    return [with_drift(one, drifts[one.name]) if one.name in drifts else one for one in seen.variables]
 
 
 def _gather(batches: Iterable[Batch], options: AuditOptions) -> tuple[Tensor, Tensor]:
@@ -212,319 +136,7 @@ def _rows(batch: Batch) -> list[tuple[Tensor, Tensor]]:
     return list(zip(ids_BT, targets_BT, strict=True))
 
 
-def _measure(run: _Run) -> dict[str, Any]:
-    """Everything that runs the model."""
-    check_products(run.model, run.ids_BT.device)
-    parts: dict[str, Any] = {}
-    with torch.no_grad():
-        run.progress("activity", 0.0)
-        states = parts["states"] = _roll_out(run)
-        parts["causal"] = _is_causal(run)
-    parts["loops"] = _loops(run, states)
-    parts["motion"] = motion(states)
-    run.progress("visibility", 0.2)
-    num_loops = run.model.num_loops
-    sweeps = [
-        {"k": k, "ce": alpha_sweep(run.model, states[k], k, run.targets_BT)} for k in _first_and_last(run.supervised)
-    ]
-    parts["alpha_sweep"] = {"alphas": list(ALPHAS), "loops": sweeps}
-    run.progress("interventions", 0.35)
-    before = parts["loops"][num_loops - 1].ce
-    parts["interventions"] = []
-    for name, rewrite in INTERVENTIONS.items():
-        ce = intervened_cross_entropy(run.model, run.ids_BT, run.targets_BT, num_loops, rewrite)
-        parts["interventions"].append({"name": name, "clamps": CLAMPED.get(name), "ce": ce, "delta_ce": ce - before})
-    parts["heaviest_tokens"] = _heaviest(run.ids_BT, states[num_loops].h_BTD)
-    parts["control"] = raw_readout_control(states[num_loops].h_BTD, run.targets_BT)
-    objections = Objections(run.model, states, run.weights, run.terms, gated=run.gated)
-    audited = audited_loops(run.supervised)
-    ranges = {name: objections.free_range(of, audited) for name, of in run.fields.items()}
-    parts["search"] = _search(run, states, objections, ranges, parts["causal"])
-    return parts
-
-
-def _roll_out(run: _Run) -> list[LoopState]:
-    """h_0 … h_rollout, each checked; the search may run some loops more, which are tried here too."""
-    states = [run.model.embed(run.ids_BT)]
-    _check_state(states[0].h_BTD, "embed(ids)", 0)
-    if states[0].h_BTD.dtype == torch.bfloat16 and run.ids_BT.device.type == "cpu":
-        check_bf16_products()  # a network that is not shown may compute in it too
-    searched = max(carried_on(run.supervised)) + max(LATER_LOOPS, run.supervised[-1])
-    for k in range(1, max(run.options.rollout, run.model.num_loops + 1, searched) + 1):
-        try:
-            state = _next(run, states[-1], k)
-        except Exception as error:
-            if k <= run.model.num_loops:
-                raise
-            _stop(run, k, f"loop {k} fails with {type(error).__name__}: {error}")
-            break
-        if k > run.model.num_loops and not state.h_BTD.isfinite().all():
-            run.notes.append(f"loop {k}, beyond the trained depth, leaves NaN or infinity: the rollout stops there")
-            run.runnable = k - 1
-            break
-        _check_state(state.h_BTD, f"loop {k}", k)
-        states.append(state)
-    return states
-
-
-def _next(run: _Run, before: LoopState, k: int) -> LoopState:
-    """Loop k, which must leave its input alone and keep its shape."""
-    version = before.h_BTD._version
-    state = run.model.loop(before, k)
-    if before.h_BTD._version != version:
-        raise ProtocolError(f"loop {k} changes its input h_{k - 1} in place; clone it first")
-    if state.h_BTD.shape != before.h_BTD.shape:
-        was, became = tuple(before.h_BTD.shape), tuple(state.h_BTD.shape)
-        raise ProtocolError(f"loop {k} changed the shape of the state from {was} to {became}")
-    return state
-
-
-def _stop(run: _Run, k: int, why: str) -> None:
-    """A model with exactly K loop embeddings or readout gains has no loop K + 1: everything ends before it."""
-    run.runnable = k - 1
-    why = " ".join(why.split())
-    run.notes.append(f"the model cannot be run beyond its trained depth: {why}; it is audited up to loop {k - 1}")
-
-
-def _check_state(h_BTD: Tensor, what: str, k: int) -> None:
-    if not h_BTD.is_floating_point():
-        raise ProtocolError(f"{what} returns a state h_{k} of {h_BTD.dtype}: a state must be real numbers")
-    if not h_BTD.isfinite().all():
-        raise ProtocolError(f"{what} leaves NaN or infinity in the state h_{k}")
-
-
-def _is_causal(run: _Run) -> bool:
-    """Whether a token's state stays the same when the last token is another one.
-
-    Both runs have the same shape and the same random numbers, so that neither a state that starts from noise nor coarse
-    arithmetic is taken for a look ahead.
-    """
-    ids_BT = run.ids_BT[:1]
-    if ids_BT.shape[1] < 2:
-        return True
-    last = int(ids_BT[0, -1])
-    others = run.ids_BT[run.ids_BT != last]
-    changed_BT = ids_BT.clone()
-    changed_BT[0, -1] = others[0] if len(others) else int(last == 0)
-
-    def after_a_loop(ids_BT: Tensor) -> Tensor:
-        return run.model.loop(run.model.embed(ids_BT), 1).h_BTD[:, :-1]
-
-    one, other = (with_the_same_noise(after_a_loop, ids) for ids in (ids_BT, changed_BT))
-    causal = bool((one - other).norm() <= 1e-4 * one.norm())
-    if not causal:
-        run.notes.append("the state of a token depends on later tokens: the model is not causal")
-    return causal
-
-
-def _loops(run: _Run, states: list[LoopState]) -> list[Loop]:
-    """The loops that are reported, up to one beyond the trained depth that cannot be read out; states end with them."""
-    reported = states[: max(run.options.rollout, run.model.num_loops + 1) + 1]
-    loops: list[Loop] = []
-    for k in range(1, len(states)):
-        try:
-            if k < len(reported):
-                loops.append(_loop(run, reported, k))
-            else:
-                with torch.no_grad():
-                    run.model.readout(states[k], k)
-        except Exception as error:
-            if k <= run.model.num_loops:
-                raise
-            _stop(run, k, f"the readout at loop {k} fails with {type(error).__name__}: {error}")
-            break
-    del states[len(loops) + 1 :]
-    return loops
-
-
-def _loop(run: _Run, states: list[LoopState], k: int) -> Loop:
-    following = states[k + 1].h_BTD if k + 1 < len(states) else None
-    activity = loop_activity(k, states[k].h_BTD, following)
-    with torch.no_grad():
-        version = states[k].h_BTD._version
-        logits_BTV = run.model.readout(states[k], k)
-        if states[k].h_BTD._version != version:
-            raise ProtocolError(f"the readout at loop {k} changes its state h_{k} in place; clone it first")
-        vocab_size = run.model.readout(states[1], 1).shape[-1] if k > 1 else logits_BTV.shape[-1]
-        if logits_BTV.shape[-1] != vocab_size:
-            raise ProtocolError(f"the readout at loop {k} has {logits_BTV.shape[-1]} logits, at loop 1 {vocab_size}")
-        if int(run.targets_BT.max()) >= vocab_size:
-            raise DataError(f"target {int(run.targets_BT.max())} is outside the {vocab_size} logits of loop {k}")
-        ce = mean_cross_entropy(logits_BTV, run.targets_BT)
-    if k > run.model.num_loops:
-        return Loop(False, ce, None, None, activity)
-    shares = field_shares(run.model, states[k], k, run.targets_BT).abs()
-    if not len(shares):
-        return Loop(k in run.supervised, ce, None, None, activity)
-    quantiles = torch.quantile(shares, torch.tensor(SHARE_QUANTILES, dtype=shares.dtype, device=shares.device))
-    return Loop(k in run.supervised, ce, float(shares.median()), quantiles.tolist(), activity)
-
-
-def _first_and_last(loops: list[int]) -> list[int]:
-    return sorted({loops[0], loops[-1]})
-
-
-def _heaviest(ids_BT: Tensor, h_BTD: Tensor) -> list[dict[str, Any]]:
-    """The tokens with the largest final norm, once each."""
-    norm_N = h_BTD.flatten(0, 1).double().norm(dim=-1)
-    middle = float(norm_N.median())
-    found: dict[int, dict[str, Any]] = {}
-    for index in norm_N.argsort(descending=True).tolist():
-        token = int(ids_BT.flatten()[index])
-        size = float(norm_N[index])
-        found.setdefault(
-            token,
-            {
-                "token": token,
-                "text": None,
-                "position": index % ids_BT.shape[1],
-                "norm": size,
-                "ratio": size / max(middle, 1e-300),
-            },
-        )
-        if len(found) == HEAVIEST:
-            break
-    return list(found.values())
-
-
-def _search(
-    run: _Run, states: list[LoopState], objections: Objections, ranges: dict[str, FreeRange], causal: bool
-) -> tuple[verdicts.Found, list[Variable]]:
-    """Sample tokens, examine each, and sum up."""
-    options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
-    carried = Carried.of(states[: run.model.num_loops + 1])
-    run.notes.extend(carried.skipped)
-    places = _places(run.ids_BT, options, generator)
-    width = states[0].h_BTD.shape[-1] + sum(part.width for part in carried.searched)
-    search = Search(
-        run.model,
-        objections.mean_weights(),
-        run.terms,
-        channels=channel_sizes(states, carried, run.supervised),
-        matrix_free=options.matrix_free(width),
-        seed=options.seed,
-        runnable=run.runnable,
-    )
-    every = carried_on(run.supervised)
-    if len(search.audited) < len(every):
-        loops = ", ".join(map(str, search.audited))
-        run.notes.append(f"of the {len(every)} loops whose state goes on, {len(search.audited)} were searched: {loops}")
-    findings: verdicts.Findings = []
-    row_by_row, cached = (
-        False,
-        causal and not search.repeats and keeps_its_cache(run.model, run.ids_BT[0, :8], search.deepest),
-    )
-    for index, (row, position, end) in enumerate(places):
-        share = partial(_report, run.progress, index, len(places))
-        share(0.0)
-        around = _around(run, search, run.ids_BT[row, :end], position, carried, causal, cached, row_by_row)
-        if index == 0:
-            if row_by_row := around.alone.rows_depend_on_one_another():
-                around = around.row_by_row()
-                run.notes.append(ROWS_DEPEND)
-            if (note := check_derivatives(around.alone, run.fields)) is not None:
-                run.notes.append(note)
-        findings.append(search.examine(around, run.fields, ranges, share))
-    _doubt_unread_states(run, findings)
-    _doubt_rounding(run, findings)
-    _note_disputes(run, findings)
-    return verdicts.judge(findings, ranges, carried.constant)
-
-
-def _report(progress: Progress, state: int, states: int, share: float) -> None:
-    progress("search", 0.4 + 0.6 * (state + share) / states)
-
-
-def _around(
-    run: _Run,
-    search: Search,
-    ids_T: Tensor,
-    position: int,
-    carried: Carried,
-    causal: bool,
-    cached: bool,
-    row_by_row: bool,
-) -> Windows:
-    """One token to search; where no loop comes after the audited one, the last is run again in its stead."""
-    around = partial(
-        windows,
-        run.model,
-        ids_T,
-        position,
-        search.deepest,
-        carried=carried,
-        causal=causal,
-        cached=cached,
-        row_by_row=row_by_row,
-    )
-    if not search.repeats:
-        return around()
-    try:
-        return around(last_loop=run.runnable)
-    except Exception as error:
-        raise ProtocolError(
-            f"only loop {search.num_loops} is supervised, and nothing can be run after it ({type(error).__name__}: "
-            f"{error}): what would be carried on cannot be measured"
-        ) from error
-
-
-def _doubt_unread_states(run: _Run, findings: verdicts.Findings) -> None:
-    """A loop that starts as a function of the input alone (an injection W = [I | 0]) carries nothing, yet."""
-    unread = [k for k in findings[0] if not any(one[k].is_read for one in findings)]
-    if not unread:
-        return
-    which = f"loop {unread[0] + 1} does not depend on h_{unread[0]}"
-    if len(unread) < len(findings[0]):
-        run.notes.append(f"{which}: nothing of that state is carried on")
-    elif any(one[k].hidden.basis_XH.shape[1] for one in findings for k in unread):
-        run.doubts.append(
-            f"no loop reads the state yet ({which}; an injection that starts with a weight of zero?), so what training "
-            "will make it carry is not known; audit it after some steps"
-        )
-    else:
-        run.notes.append(f"no loop reads the state yet ({which}), but its exits show all of it")
-
-
-def _doubt_rounding(run: _Run, findings: verdicts.Findings) -> None:
-    """A hidden direction that bf16 products blur looks like one that is shown a little."""
-    for k in findings[0]:
-        rounding = statistics.median(one[k].hidden.rounding for one in findings)
-        blurred = statistics.median_high([one[k].hidden.undecided for one in findings])
-        if blurred:
-            whole = "" if run.network is None or list(run.network.parameters()) else " (adapt takes module=)"
-            run.doubts.append(
-                f"the arithmetic is too coarse for what an exit may hide: the readout at loop {k} shows {blurred} "
-                f"directions so little that its rounding, {rounding:.0e} of an average direction, may be all of it; "
-                f"audit the model in float32 or wider, or show its network so that it can be widened{whole}"
-            )
-            return
-
-
-def _note_disputes(run: _Run, findings: verdicts.Findings) -> None:
-    """A derivative that is not what the function does along a named field: a statistic that is detached, say."""
-    for name in run.fields:
-        readouts = [k for k in findings[0] if any(name in one[k].hidden.disputed for one in findings)]
-        loops = [k + 1 for k in findings[0] if any(name in one[k].disputed for one in findings)]
-        for what, at in (("readout at loop", readouts), ("loop", loops)):
-            if at:
-                run.notes.append(
-                    f"the derivative of the {what} {', '.join(map(str, at))} along {name} is not what a change of the "
-                    f"state does (a detached statistic inside?): the change is believed"
-                )
-
-
-def _places(ids_BT: Tensor, options: AuditOptions, generator: torch.Generator) -> list[tuple[int, int, int]]:
-    """Tokens to search, as row, position and where the text that is run ends: some tokens after it, if there are."""
-    length = ids_BT.shape[1]
-    after = min(TOKENS_AFTER, length // 2)
-    longest = min(options.prefix, length - after)
-    count = min(options.states, ids_BT.numel())
-    rows = torch.randint(len(ids_BT), (count,), generator=generator).tolist()
-    prefixes = torch.randint((longest + 1) // 2, longest + 1, (count,), generator=generator).tolist()
-    return [(row, prefix - 1, prefix + after) for row, prefix in zip(rows, prefixes, strict=True)]
-
-
-def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | None) -> Subject:
+def _subject(run: Survey, states: list[LoopState], name: str | None, step: int | None) -> Subject:
     weights = [] if run.network is None else list(run.network.parameters())
     audited_in = states[0].h_BTD.dtype
     own = weights[0].dtype if weights else audited_in
@@ -544,24 +156,23 @@ def _subject(run: _Run, states: list[LoopState], name: str | None, step: int | N
     )
 
 
-def _assemble(run: _Run, subject: Subject, parts: dict[str, Any], seconds: float) -> AuditResult:
-    found, known = parts["search"]
-    blind = found.directions.dimension or any(variable.verdict == "blind" for variable in known)
+def _assemble(run: Survey, subject: Subject, seen: Measured, seconds: float) -> AuditResult:
+    directions = seen.found.directions
+    blind = directions.dimension or any(variable.verdict == "blind" for variable in seen.variables)
     verdict = "blind-spot" if blind else "undecided" if run.doubts else "controlled"
-    summary = (
-        f"Undecided: {run.doubts[0]}." if verdict == "undecided" else verdicts.summary(verdict, found.directions, known)
-    )
+    undecided = verdict == "undecided"
+    notes = [*run.doubts, *run.notes]
     return AuditResult(
         model=subject,
         verdict=verdict,
-        summary=summary,
-        variables=known,
-        blind_directions=found.directions,
-        loops=parts["loops"],
-        motion=parts["motion"],
-        alpha_sweep=parts["alpha_sweep"],
-        interventions=parts["interventions"],
-        heaviest_tokens=parts["heaviest_tokens"],
-        checks={"raw_readout_control": parts["control"], "causal": parts["causal"], "notes": [*run.doubts, *run.notes]},
+        summary=f"Undecided: {run.doubts[0]}." if undecided else summary(verdict, directions, seen.variables),
+        variables=seen.variables,
+        blind_directions=directions,
+        loops=seen.loops,
+        motion=seen.motion,
+        alpha_sweep=seen.alpha_sweep,
+        interventions=seen.interventions,
+        heaviest_tokens=seen.heaviest_tokens,
+        checks={"raw_readout_control": seen.raw_readout_control, "causal": seen.causal, "notes": notes},
         cost={"seconds": seconds},
     )

@@ -9,11 +9,14 @@ free range is the smallest α at which the objective has noticed 0.01 nats,
 
     Σ_{j ≥ k} w_j·e_j(α)/W_k + Σ_terms (value(α) − value(reference))/W_k        W_k = Σ_{j ≥ k} w_j
 
-    e_j = max(½·mean_v (g·Δz_v)², ln mean_v exp(g·Δz_v))        z centred logits, g = max(1, 1/rms z)
+    e_j = max(½·mean_v x_v², ln mean_v exp(x_v))        x = max(1, 1/rms z)·Δz across z + (1/rms z)·Δz along z
 
-An exit notices the response of its logits and not the change of CE, which saturates on text that a model has fitted; g
-lifts the tiny logits of an untrained model. A term notices its own increase, counted from a reference that the design
-fixes and never from the audited state, which may have run already: scale 1, or the scale at which the term is least.
+An exit notices the response of its centred logits z and not the change of CE, which saturates on text that a model has
+fitted. Tiny logits of an untrained model are lifted. A change along z, of the temperature alone, counts by its share of
+z also where logits are large: how hot an untrained model is, is an accident of its initialisation, and weights undo it.
+
+A term notices its own increase, counted from a reference that the design fixes and never from the audited state, which
+may have run already: scale 1, that of the untrained states, or the scale at which the term is least, if larger.
 
 Shape legend: A factors α, J exits, N tokens, D width, V vocabulary.
 """
@@ -86,7 +89,10 @@ class Objections:
         terms: Sequence[Term],
         *,
         gated: bool = False,
+        untrained_scale: float = 1.0,
     ) -> None:
+        """`untrained_scale` is that of the states before training; below 1 it is 1."""
+        self.untrained_scale = untrained_scale
         self.model, self.weights, self.terms = model, dict(weights), [t for t in terms if not t.inside_cross_entropy]
         self.z_loss = sum(term.weight for term in terms if term.inside_cross_entropy)
         self.gate = ExitGate.needed(model, "an audit of gated exits") if gated else None
@@ -110,7 +116,7 @@ class Objections:
             alone = float(_first_crossing(alphas_A, terms_AN).median())
             if math.isfinite(alone):
                 width = self.states[k].h_BTD.shape[-1]
-                term_norm[k] = alone * max(map(self._reference, self.terms)) * width**0.5
+                term_norm[k] = alone * max(map(self.reference, self.terms)) * width**0.5
         return FreeRange(
             {k: float(range_N.median()) for k, range_N in ranges.items()},
             {k: float((range_N >= 10).double().mean()) for k, range_N in ranges.items()},
@@ -150,12 +156,15 @@ class Objections:
         state = self.states[j]
         base_BTV = self.model.readout(state, j).double()
         centred_BTV = base_BTV - base_BTV.mean(-1, keepdim=True)
-        gain_BT1 = 1 / centred_BTV.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30, max=1)
+        rms_BT1 = centred_BTV.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
+        unit_BTV = centred_BTV / centred_BTV.norm(dim=-1, keepdim=True).clamp(min=1e-30)
         charged = []
         for alpha in alphas_A.tolist():
             moved_BTV = self.model.readout(state.with_h(_moved(state.h_BTD, of, alpha)), j).double()
             change_BTV = moved_BTV - base_BTV
-            z_BTV = gain_BT1 * (change_BTV - change_BTV.mean(-1, keepdim=True))
+            change_BTV = change_BTV - change_BTV.mean(-1, keepdim=True)
+            hotter_BTV = (change_BTV * unit_BTV).sum(-1, keepdim=True) * unit_BTV
+            z_BTV = (change_BTV - hotter_BTV) / rms_BT1.clamp(max=1) + hotter_BTV / rms_BT1
             few_BT = z_BTV.logsumexp(-1) - math.log(z_BTV.shape[-1])
             noticed_BT = torch.maximum(z_BTV.square().mean(-1) / 2, few_BT)
             if self.z_loss:
@@ -181,18 +190,20 @@ class Objections:
         """What all terms charge at each factor, each counted from its own reference scale."""
         charged_A = torch.zeros_like(alphas_A)
         for term in self.terms:
-            reference = self._reference(term)
+            reference = self.reference(term)
             base = self._value(term, reference)
             charged = [self._value(term, reference, of, k, alpha) - base for alpha in alphas_A.tolist()]
             # A reward drives and never holds: what it gives back does not make up for what the others charge.
             charged_A = charged_A + torch.tensor(charged, dtype=torch.float64).nan_to_num(nan=math.inf).clamp(min=0)
         return charged_A
 
-    def _reference(self, term: Term) -> float:
-        """Scale 1, or the larger scale at which the term is least."""
+    def reference(self, term: Term) -> float:
+        """The scale from which a term counts: 1, that of the untrained states or where it is least, if larger."""
+        if term.inside_cross_entropy:
+            return max(1.0, self.untrained_scale)
         scales = [10 ** (exponent / 8) for exponent in range(-8, 41)]
         values = [self._value(term, scale) for scale in scales]
-        return max(1.0, scales[min(range(len(scales)), key=lambda index: values[index])])
+        return max(1.0, self.untrained_scale, scales[min(range(len(scales)), key=lambda index: values[index])])
 
     def _value(self, term: Term, scale: float, of: Field | None = None, k: int = 1, alpha: float = 1.0) -> float:
         """The term on states of that scale, those from loop k on moved."""

@@ -5,9 +5,10 @@ In units of √(nats/0.01), so that 1 is the limit, a direction v of unit length
     σ(v)² = (10·‖h‖)²·(½·w·Σ_tokens ‖g·J v‖²  +  Σ_terms ‖T v‖²/W) / 0.01
 
 J is the Jacobian of the centred logits over √V, w the exit's weight among those from loop k on, W the sum of these
-weights, g = max(1, 1/rms z) lifts the tiny logits of an untrained model, and T is what a loss term shows of a state of
-scale 1. The bound is absolute: it does not depend on how much other directions show. Visibility is measured in the
-uniform metric on centred logits; weighting by the model's own probabilities gives false alarms where softmax saturates.
+weights, g weighs changes of logits as `free_range` does (tiny logits are lifted, a change of temperature counts by its
+share), and T is what a loss term shows of a state of the scale from which it counts (‖h‖ is the length of that one).
+The bound is absolute: it does not depend on how much other directions show. Visibility is measured in the uniform
+metric on centred logits; weighting by the model's own probabilities gives false alarms where softmax saturates.
 
 Carried tensors are measured in lengths of their own: y = (h, z·‖h‖/‖z‖, …).
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -129,7 +131,8 @@ class Readouts:
 
     metric: LogitMetric
     weights: Mapping[int, float]
-    terms: Sequence[Term]
+    terms: Sequence[tuple[Term, float]]
+    """Each with the scale of h from which it counts."""
 
     def hidden(self, around: Windows, k: int, fields: Fields, token: int = 0) -> Hidden:
         """What the readout of loop k hides of one token, the audited one or one of those after it.
@@ -174,16 +177,20 @@ class Readouts:
         units_MX = field_rows(fields, h_D, len(block))
         probes_RX = probes(len(block)).to(h_D.device)
         identity_XX = torch.eye(len(block), dtype=torch.float64, device=h_D.device)
-        with torch.no_grad():
-            logits_NV = window.logits(w_W[None], k)[0].double()
-        rms_N = (logits_NV - logits_NV.mean(-1, keepdim=True)).square().mean(-1).sqrt()
-        gain_N1 = (1 / rms_N.clamp(min=1e-30, max=1))[:, None]
 
         def shown(w_RW: Tensor) -> Tensor:
             return window.shown(w_RW, k)
 
+        with torch.no_grad():
+            z_NF = self.metric.logits(shown(w_W[None]).unflatten(-1, (window.tokens, -1)))[0]
+        rms_N1 = z_NF.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        unit_NF = z_NF / rms_N1
+
         def noticed(rows_RF: Tensor) -> Tensor:
-            return (gain_N1 * self.metric.logits(rows_RF.unflatten(-1, (window.tokens, -1)))).flatten(1)
+            """Changes of logits, those of the temperature alone as shares of it; see `free_range`."""
+            rows_RNF = self.metric.logits(rows_RF.unflatten(-1, (window.tokens, -1)))
+            hotter_RNF = (rows_RNF * unit_NF).sum(-1, keepdim=True) * unit_NF
+            return ((rows_RNF - hotter_RNF) / rms_N1.clamp(max=1) + hotter_RNF / rms_N1).flatten(1)
 
         rows_RX = torch.cat([identity_XX, units_MX, probes_RX])
         (tangents_RF,) = push(lambda w_RW: [shown(w_RW)], w_W, window.placed(rows_RX * units_X, k, token))
@@ -235,40 +242,38 @@ class Readouts:
         """
         if basis_XH.shape[1] == 0 or not self.terms:
             return 0.0
-        at_W, width = self._at_scale_1(window, token, k, w_W)
-        steps_HW = LENGTHS * width**0.5 * window.placed(basis_XH.T * lengths(window, k, token), k, token)
+        steps_HW = LENGTHS * window.placed(basis_XH.T * lengths(window, k, token), k, token)
         noticed_H = torch.zeros(basis_XH.shape[1], dtype=torch.float64, device=w_W.device)
-        for term in self.terms:
+        for term, scale in self.terms:
+            at_W, length = _at_scale(scale, window, token, k, w_W)
             with torch.no_grad():
                 ahead_HF, behind_HF = (
-                    window.shown_by(term, k, at_W + sign * steps_HW.to(at_W)).double() for sign in (1, -1)
+                    window.shown_by(term, k, at_W + sign * length * steps_HW.to(at_W)).double() for sign in (1, -1)
                 )
                 here_1F = window.shown_by(term, k, at_W[None]).double()
             noticed_H += ((ahead_HF + behind_HF) / 2 - here_1F).square().sum(-1) / NOTICED
         return float(noticed_H.min())
 
-    @staticmethod
-    def _at_scale_1(window: Window, token: int, k: int, w_W: Tensor) -> tuple[Tensor, int]:
-        """The state with the token's h at scale 1, the scale that the design fixes; and the width of h."""
-        width = window.layout(k).parts[0].width
-        columns, at_W = window.block(k, token)[:width], w_W.clone()
-        at_W[columns] /= at_W[columns].norm() / width**0.5
-        return at_W, width
-
     def _terms_noticed(self, window: Window, token: int, k: int, w_W: Tensor) -> Tensor:
         """The quadratic form of what the terms' derivatives notice of ten lengths."""
         block = window.block(k, token)
-        at_W, width = self._at_scale_1(window, token, k, w_W)
+        width = window.layout(k).parts[0].width
         identity_DX = torch.eye(width, len(block), dtype=torch.float64, device=w_W.device)
         noticed_XX = torch.zeros(len(block), len(block), dtype=torch.float64, device=w_W.device)
-        for term in self.terms:
-            (seen_DF,) = push(
-                lambda w_RW, term=term: [window.shown_by(term, k, w_RW)],  # type: ignore[misc]
-                at_W,
-                window.placed(identity_DX, k, token),
-            )
-            noticed_XX[:width, :width] += LENGTHS**2 * width / NOTICED * seen_DF.double() @ seen_DF.double().T
+        for term, scale in self.terms:
+            at_W, length = _at_scale(scale, window, token, k, w_W)
+            shown = partial(window.shown_by, term, k)
+            (seen_DF,) = push(lambda w_RW: [shown(w_RW)], at_W, window.placed(identity_DX, k, token))  # noqa: B023
+            noticed_XX[:width, :width] += (LENGTHS * length) ** 2 / NOTICED * seen_DF.double() @ seen_DF.double().T
         return noticed_XX
+
+
+def _at_scale(scale: float, window: Window, token: int, k: int, w_W: Tensor) -> tuple[Tensor, float]:
+    """The state with the token's h at another scale, and the length of that h."""
+    width = window.layout(k).parts[0].width
+    columns, at_W, length = window.block(k, token)[:width], w_W.clone(), scale * width**0.5
+    at_W[columns] *= length / at_W[columns].norm()
+    return at_W, length
 
 
 def lengths(window: Window, k: int, token: int | None = None) -> Tensor:

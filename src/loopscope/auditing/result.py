@@ -71,7 +71,7 @@ class Loop:
     """One loop: its exit's visibility, and its activity."""
 
     supervised: bool
-    ce: float | None
+    ce: float
     radial_gradient_share: float | None
     radial_gradient_quantiles: list[float] | None
     activity: LoopActivity

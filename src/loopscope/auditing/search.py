@@ -149,14 +149,16 @@ class Search:
         self,
         model: LoopedModel,
         weights: Mapping[int, float],
-        terms: Sequence[Term] = (),
+        terms: Sequence[tuple[Term, float]],
         *,
         channels: Mapping[int, Tensor],
         matrix_free: bool = False,
         seed: int = 0,
         runnable: int | None = None,
     ) -> None:
-        """`channels` are the rms of every channel after each supervised loop; `runnable` is the last loop that runs."""
+        """`terms` come with the scale from which each counts, `channels` are the rms of every channel after each
+        supervised loop, `runnable` is the last loop that runs.
+        """
         self.metric, self.runnable, self.channels, self.matrix_free = (
             LogitMetric(model),
             runnable,

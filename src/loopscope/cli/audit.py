@@ -20,9 +20,10 @@ from loopscope.runs import write_atomically, write_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.auditing.audit import AuditOptions, Supervised
+    from loopscope.auditing.audit import Supervised
     from loopscope.auditing.push import PushResult
     from loopscope.auditing.result import AuditResult
+    from loopscope.auditing.survey import AuditOptions
     from loopscope.objectives.terms import Term
     from loopscope.targets import Opened
 
@@ -46,7 +47,7 @@ class Audit:
     """Token states that are searched for blind directions."""
     prefix: int = 16
     """Tokens up to such a state."""
-    tokens: int = 512
+    tokens: int = 256
     """Tokens that norms, shares, sweeps and interventions are measured on."""
     loops: int = 30
     """Loops that the activity is followed through."""
@@ -161,7 +162,7 @@ examples:
 
     def options(self) -> AuditOptions:
         """How much is looked at."""
-        from loopscope.auditing.audit import AuditOptions
+        from loopscope.auditing.survey import AuditOptions
 
         return AuditOptions(
             states=self.states,

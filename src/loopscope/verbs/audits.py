@@ -10,15 +10,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from loopscope.auditing.audit import AuditOptions, Supervised
+from loopscope.auditing.audit import Supervised
 from loopscope.auditing.audit import audit as audit_model
+from loopscope.auditing.drift import affordable
 from loopscope.auditing.result import AuditResult
+from loopscope.auditing.survey import AuditOptions
 from loopscope.auditing.trial import Recipe
+from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.auditing.visibility import Field
+from loopscope.config import ModelConfig
 from loopscope.data.stream import evaluation_batches
 from loopscope.errors import ConfigError
+from loopscope.model.looped_lm import build
 from loopscope.objectives.terms import Term, terms_of
-from loopscope.protocol import LoopedModel
+from loopscope.protocol import LoopedModel, run_loops
 from loopscope.targets import Batch, Opened, open_target
 from loopscope.verbs.text import Say, tokens_for, with_tokenizer
 
@@ -43,6 +48,7 @@ def audit(
     fields: dict[str, Field] | None = None,
     options: AuditOptions | None = None,
     recipe: Recipe | None = None,
+    untrained_scale: float | None = None,
     name: str | None = None,
     step: int | None = None,
     progress: Progress = lambda *_: None,
@@ -53,8 +59,8 @@ def audit(
     `target` is a word that names a model, what `loopscope.open` gave, or a LoopedModel with `batches` of ids (B, T) or
     pairs of ids and targets. `supervised` says which loops get cross-entropy ("every-loop", "terminal" or a list) and
     `terms` what else is in the loss; by default both are what the target says. `recipe` is how it is trained, to say
-    whether training drives what is blind; that of the target by default, and without a target nothing is tried. The
-    model comes back as it was.
+    whether training drives what is blind; that of the target by default, and without a target nothing is tried.
+    `untrained_scale`, from which penalties count, is the target's own, else 1. The model comes back as it was.
     """
     options = options or AuditOptions()
     if not isinstance(target, (str, Path, Opened)):
@@ -68,12 +74,14 @@ def audit(
             fields=fields,
             options=options,
             recipe=recipe,
+            untrained_scale=1.0 if untrained_scale is None else untrained_scale,
             name=name,
             step=step,
             progress=progress,
         )
     opened = with_tokenizer(open_target(target, seed=options.seed), tokenizer)
     on, texts = (None, batches) if batches is not None else text_for(opened, data, options.seed, say)
+    texts = list(texts)
     objective = opened.objective
     result = audit_model(
         opened.model,
@@ -83,6 +91,7 @@ def audit(
         fields=fields,
         options=options,
         recipe=recipe or Recipe.of(None if opened.config is None else opened.config.training),
+        untrained_scale=_untrained_scale(opened, texts) if untrained_scale is None else untrained_scale,
         name=name or opened.name,
         step=opened.step if step is None else step,
         progress=progress,
@@ -112,6 +121,22 @@ def random_ids(opened: Opened, seed: int) -> Tensor:
     """Uniform ids from a generator of their own."""
     length = min(RANDOM_LENGTH, opened.max_length or RANDOM_LENGTH)
     return torch.randint(opened.vocab_size, (RANDOM_ROWS, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _untrained_scale(opened: Opened, texts: Sequence[Batch]) -> float:
+    """Root mean square of h over the loops of the design as its training began; 1 where that is not known.
+
+    Freshly built where the weights have been trained, unless they are very many.
+    """
+    model = opened.model
+    if opened.is_trained:
+        if opened.config is None or not isinstance(opened.config.model, ModelConfig) or not affordable(model):
+            return 1.0
+        model = build(opened.config.model, seed=opened.config.training.seed)
+    first = texts[0][0] if isinstance(texts[0], (tuple, list)) else texts[0]
+    with borrowed(network_of(model)), torch.no_grad():
+        states = run_loops(model, first[:1]).states[1:]
+    return float(torch.stack([state.h_BTD.double().square().mean() for state in states]).mean().sqrt())
 
 
 def _with_texts(result: AuditResult, opened: Opened) -> AuditResult:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from loopscope.auditing.audit import AuditOptions
 from loopscope.auditing.clamp import clamped
 from loopscope.auditing.result import AuditResult
+from loopscope.auditing.survey import AuditOptions
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
 from loopscope.errors import ConfigError, RunError
 from loopscope.files import without_nan
