@@ -95,7 +95,7 @@ def test_the_hugging_face_trainer_logs_the_figures_and_warns_once(hugging_face, 
     with caplog.at_level(logging.WARNING, logger="loopscope"):
         trainer.train()
     (alarm,) = (record.getMessage() for record in caplog.records if record.name == callbacks.__name__)
-    assert alarm.startswith("blind-spot: step") and "no loss sees the scale" in alarm
+    assert alarm.startswith("blind-spot: step") and "No loss sees the scale" in alarm
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert len(rows) == STEPS // 10 and all(row.keys() >= KEYS for row in rows)
     assert rows[-1]["loopscope/norm_K"] == callback.monitor.history[-1].norms[-1]

@@ -53,6 +53,9 @@ def test_a_second_tensor_that_no_exit_sees_is_blind_by_its_name():
     assert result.variable("z").verdict == "blind" and result.variable("z").remedy
     assert result.variable("scale").verdict == "visible"
     assert "(z)" in result.summary
+    assert "16 of its 16 directions are blind, any number of lengths of the state along them go unnoticed" in (
+        result.variable("z").evidence
+    )
     assert result.blind_directions.named == [{"name": "z", "share": pytest.approx(1, abs=1e-6)}]
 
 

@@ -95,7 +95,7 @@ def test_a_plain_loop_over_a_strangers_model_with_a_norm_readout_raises_the_blin
     (alarm,) = told
     assert alarm.kind == "blind-spot" and monitor.alarms == told and monitor.failure is None
     assert 1 < alarm.since <= alarm.step < 40
-    assert f"step {alarm.step}: ‖h_K‖ is" in alarm.message and "no loss sees the scale" in alarm.message
+    assert f"step {alarm.step}: ‖h_K‖ is" in alarm.message and "No loss sees the scale" in alarm.message
     assert [seen.step for seen in monitor.history] == [1, *range(5, 41, 5)]
     last = monitor.history[-1]
     assert len(last.norms) == 3 and list(last.shares) == [1, 2, 3] and max(last.shares.values()) < 1e-4
@@ -144,7 +144,7 @@ def test_what_counts_is_which_loops_are_supervised(tiny, ids_BT):
 
 def test_without_on_alarm_it_is_a_python_warning():
     net = Stranger("rmsnorm")
-    with pytest.warns(RuntimeWarning, match="blind-spot: step .* no loss sees the scale"):
+    with pytest.warns(RuntimeWarning, match="blind-spot: step .* No loss sees the scale"):
         train(net, 40, watch(adapted(net), every=5))
 
 

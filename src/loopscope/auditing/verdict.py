@@ -341,16 +341,22 @@ def _tensor_variable(name: str, findings: Findings) -> Variable:
     worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k][0]), by_loop[k][1], -k))
     verdict, blind = by_loop[worst]
     visibility, delayed, activity = _medians(findings, lambda one: one[worst].tensors[name])
+    strengths = [one[worst].fate.strengths.get("blind") for one in findings]
+    free = [one.free for one in strengths if one is not None]
+    far = min(statistics.median(free), FURTHEST) if verdict == "blind" and free else None
     what = f"{blind:.0f} of its {width} directions are blind" if verdict == "blind" else f"most of it is {verdict}"
+    what += "" if far is None else f", {_lengths(far)} along them go unnoticed"
     evidence = (
         f"carried beside h: {what} (loop {worst}; along itself its exit shows {visibility:.1g} of an average "
         f"direction, the next loop passes on {activity:.2g}, later exits depend on it by {delayed:.1g})"
     )
     remedy, flag = TENSOR_REMEDY if verdict == "blind" else (None, None)
-    strengths = [one[worst].fate.strengths.get("blind") for one in findings]
-    free = [one.free for one in strengths if one is not None]
-    far = min(statistics.median(free), FURTHEST) if verdict == "blind" and free else None
     return Variable(name, verdict, visibility, delayed, activity, evidence, remedy, flag, far)
+
+
+def _lengths(free: float) -> str:
+    many = "any number of" if free >= FURTHEST else in_fold(free).removesuffix("-fold")
+    return f"{many} lengths of the state"
 
 
 def _held(one: StateFindings, fate: str, where: slice) -> float:
@@ -373,9 +379,8 @@ def _discovered(k: int, findings: Findings, found: BlindDirections, known: Seque
     if not names:
         return []
     visibility, delayed, activity, free = _strength("blind", k, findings)
-    lengths = "any number of" if free >= FURTHEST else in_fold(free).removesuffix("-fold")
     evidence = (
-        f"{lengths} lengths of the state along it go unnoticed. At loop {k} the next loop carries it on with gain "
+        f"{_lengths(free)} along it go unnoticed. At loop {k} the next loop carries it on with gain "
         f"{activity:.2g}, and later exits depend on it ({delayed:.1g}); found by the search at "
         f"{100 * found.agreement:.0f} % of the states"
     )
