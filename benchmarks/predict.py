@@ -251,9 +251,17 @@ def audit_row(row: Row, out: Path) -> Json:
     config = row.config
     _, valid = text(out)
     batches = [next(evaluation_batches(valid, LENGTH, AUDIT_ROWS))]
-    terms = terms_of(config.objective)
+    terms, model = terms_of(config.objective), row.build().eval()
+    with torch.no_grad():
+        states_KBTD = ls.run_loops(model, batches[0][0][:1]).h_KBTD
     result = ls.audit(
-        row.build().eval(), batches, supervised=config.objective, terms=terms, fields=row.fields, name=row.name
+        model,
+        batches,
+        supervised=config.objective,
+        terms=terms,
+        fields=row.fields,
+        untrained_scale=float(states_KBTD.square().mean().sqrt()),
+        name=row.name,
     )
     found = result.variable(row.variable)
     return {
