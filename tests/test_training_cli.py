@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,70 @@ def test_a_different_configuration_is_refused_by_name_and_nothing_is_lost(train,
     assert {path: path.read_bytes() for path in before if path.name != ".lock"} == {
         path: content for path, content in before.items() if path.name != ".lock"
     }
+
+
+def other_text(text: Path) -> None:
+    text.write_text("".join(f"quite another text, in other words: {n} boats\n" for n in range(400)))
+
+
+def data_record(run: Path) -> dict[str, Any]:
+    return json.loads((run / "manifest.json").read_text())["data"]
+
+
+def test_other_text_under_the_same_name_is_refused_with_both_hashes(train, tmp_path, text):
+    train()
+    before = data_record(tmp_path / "run")
+    other_text(text)
+    code, out, err = train("--steps", "12")
+    assert code == 2 and out == ""
+    assert f"trained on text of SHA-256 {before['corpus_sha256']}, and {text} now has " in err.splitlines()[-1]
+    assert "--allow-new-data" in err and data_record(tmp_path / "run") == before
+
+
+def test_new_data_that_is_allowed_leaves_the_hash_of_the_old_on_record_for_good(train, tmp_path, text):
+    train()
+    before = data_record(tmp_path / "run")
+    other_text(text)
+    assert train("--steps", "12", "--allow-new-data")[0] == 0
+    now = data_record(tmp_path / "run")
+    left = {"corpus": str(text), "corpus_sha256": before["corpus_sha256"], "until_step": 8}
+    assert now["corpus_sha256"] != before["corpus_sha256"] and now["earlier"] == [left]
+    assert train("--steps", "16")[0] == 0, "the new text is the run's own now"
+    assert data_record(tmp_path / "run")["earlier"] == [left]
+
+
+def test_another_tokenizer_is_refused_even_with_new_data_allowed(train, tmp_path, text):
+    flags = ("--tokenizer", "bpe", "--vocab-size", "300")
+    train(*flags)
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    other_text(text)
+    code, _, err = train(*flags, "--steps", "12", "--allow-new-data")
+    assert code == 2 and "was trained with a tokenizer of SHA-256" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "must"])
+def test_a_run_without_its_checkpoints_is_not_restarted_over_its_metrics(train, tmp_path, resume):
+    train()
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    code, _, err = train("--resume", resume)
+    assert code == 2 and "has metrics up to step 8 and no checkpoint" in err.splitlines()[-1]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_resumed_run_tells_the_alarms_of_before_again(train, tmp_path):
+    train()
+    message = "the scale grows and no loss sees it"
+    RunFolder(tmp_path / "run").append_metrics({"kind": "event", "step": 6, "event": "blind-spot", "message": message})
+    _, _, err = train("--steps", "12")
+    assert f"earlier: {message}" in err
+
+
+def test_sharding_without_torchrun_is_refused_with_the_command_before_a_folder_is_made(train, tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    code, _, err = train("--shard", "full")
+    assert code == 2 and "torchrun --nproc-per-node 2 -m loopscope train" in err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
 
 
 def test_fine_tuning_starts_from_other_weights_and_lists_what_is_left_behind(train, tmp_path):
@@ -223,7 +289,8 @@ def test_tensorboard_gets_the_rows_of_the_metrics(train, tmp_path):
     assert logged == [(row["step"], pytest.approx(row["norm"][2])) for row in rows]
 
 
-def test_a_tracker_that_is_not_installed_is_named(train, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_named_before_anything_is_written(train, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     code, _, err = train("--track", "wandb")
     assert code == 2 and "pip install 'loopscope[track]'" in err
+    assert not (tmp_path / "run").exists()

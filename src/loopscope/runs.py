@@ -74,6 +74,10 @@ class RunFolder:
         """All rows; a line torn by a kill is left out."""
         return read_lines(self.metrics_path, {}, most=math.inf)  # whoever rewrites the file must not lose a long one
 
+    def last_step(self) -> int:
+        """The last step that metrics.jsonl tells of; 0 without any."""
+        return max((integer(row.get("step")) or 0 for row in self.read_metrics()), default=0)
+
     def forget_metrics_after(self, step: int) -> None:
         """Drop rows of steps that a resume is going to repeat."""
         kept = [row for row in self.read_metrics() if (integer(row.get("step")) or 0) <= step]

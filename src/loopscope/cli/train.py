@@ -34,6 +34,8 @@ class Train(Configured):
     """auto: resume if there is a checkpoint. must: fail if there is none. never: fail if there is one. Or a path."""
     init_from: str | None = None
     """Start from the weights of any target; what cannot be carried over is listed."""
+    allow_new_data: bool = False
+    """Resume although the text has changed; the manifest keeps the hash of what came before."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -64,6 +66,7 @@ examples:
             self.out or self._default_folder(config),
             resume=self.resume,
             init_from=weights,
+            allow_new_data=self.allow_new_data,
             say=say,
             watching=watching,
         )
