@@ -142,9 +142,8 @@ def find_checkpoint(run: RunFolder, resume: str, say: Say) -> checkpoint.Checkpo
     if resume not in ("auto", "must", "never"):
         return checkpoint.load(checkpoint_path(Path(resume)))
     there = checkpoint.list_steps(run.checkpoints)
-    if resume == "never":
-        if there:
-            raise RunError(f"{run.path} already has checkpoints; --resume auto resumes them, another --out starts anew")
+    if resume == "never" and there:
+        raise RunError(f"{run.path} already has checkpoints; --resume auto resumes them, another --out starts anew")
     found = checkpoint.newest(run.checkpoints, say)
     if found is None and there:
         raise RunError(f"no checkpoint in {run.checkpoints} is whole; choose another --out to start anew")

@@ -45,6 +45,8 @@ class TrainingResult:
     """The last row of validation scores in metrics.jsonl."""
     event: str | None
     """The last thing that a guard or the monitor said."""
+    num_loops: int
+    """Loops it was trained at."""
     was_signalled: bool = False
     """Whether somebody asked it to stop, be it during its last step."""
 
@@ -240,7 +242,15 @@ def _result(run: RunFolder, trainer: Trainer, outcome: Outcome) -> TrainingResul
     rows = run.read_metrics()
     event = _last(rows, "event")
     said = None if event is None else str(event.get("message"))
-    return TrainingResult(run, outcome, trainer.progress.step, _last(rows, "eval"), said, trainer.was_signalled)
+    return TrainingResult(
+        run,
+        outcome,
+        trainer.progress.step,
+        _last(rows, "eval"),
+        said,
+        trainer.config.model.num_loops,
+        trainer.was_signalled,
+    )
 
 
 def _last(rows: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
