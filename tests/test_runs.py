@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -84,6 +85,22 @@ def test_a_second_process_is_refused_and_a_dead_one_holds_nothing(tmp_path):
     holder.wait()
     with RunFolder(tmp_path).locked():
         pass
+
+
+def test_what_a_killed_process_left_half_written_is_gone_once_the_run_is_locked(tmp_path):
+    left = [tmp_path / f".{name}.4242" for name in ("metrics.jsonl", "manifest.json", "config.yaml")]
+    others = tmp_path / ".audit.json.4242"  # written without the lock: its process may be alive
+    for path in (*left, others):
+        path.write_text("half")
+    with RunFolder(tmp_path).locked():
+        assert not any(path.exists() for path in left) and others.exists()
+
+
+def test_metrics_are_strict_json(tmp_path):
+    run = RunFolder(tmp_path)
+    run.append_metrics({"kind": "eval", "step": 1, "ce": [math.nan, 1.0], "norm": [math.inf, 2.0]})
+    assert run.read_metrics() == [{"kind": "eval", "step": 1, "ce": [None, 1.0], "norm": [None, 2.0]}]
+    assert "NaN" not in run.metrics_path.read_text() and "Infinity" not in run.metrics_path.read_text()
 
 
 def test_looking_whether_a_run_is_locked_keeps_nobody_from_locking_it(tmp_path):

@@ -286,6 +286,17 @@ FAULTS = {
     ),
     "needs arguments": ("def broken(size):\n    return build()\n", "failed", "size"),
     "is missing": ("", "module 'their_model' has no 'broken'"),
+    "ends the process": ("import sys\ndef broken():\n    sys.exit(0)\n", "failed at ", "SystemExit: 0"),
+    "ends the process on import": ("import sys\nsys.exit(0)\n", "cannot import 'their_model'", "SystemExit: 0"),
+    "raises what cannot be printed": (
+        "class Odd(Exception):\n    def __str__(self):\n        return 3\n"
+        "def broken():\n    raise Odd\n", "failed at ", "Odd",
+    ),
+    "raises many lines": ("def broken():\n    raise ValueError('one\\ntwo\\nthree')\n", "ValueError: one"),
+    "has loops that cannot be counted": (
+        "class Model:\n    @property\n    def num_loops(self):\n        raise OSError('gone')\n"
+        "def broken():\n    return Model()\n", "the model of their_model:broken failed at ", "OSError: gone",
+    ),
     "cannot be parsed": ("def broken(:\n", "cannot import 'their_model'", "SyntaxError"),
     "fails on import": ("import math\nmath.nothing\n", "cannot import 'their_model'", "no attribute 'nothing'"),
     "has a model that fails": (

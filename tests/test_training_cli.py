@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from loopscope.cli import main
 from loopscope.cli.eval import parse_depths
@@ -96,6 +103,70 @@ def test_a_different_configuration_is_refused_by_name_and_nothing_is_lost(train,
     }
 
 
+def other_text(text: Path) -> None:
+    text.write_text("".join(f"quite another text, in other words: {n} boats\n" for n in range(400)))
+
+
+def data_record(run: Path) -> dict[str, Any]:
+    return json.loads((run / "manifest.json").read_text())["data"]
+
+
+def test_other_text_under_the_same_name_is_refused_with_both_hashes(train, tmp_path, text):
+    train()
+    before = data_record(tmp_path / "run")
+    other_text(text)
+    code, out, err = train("--steps", "12")
+    assert code == 2 and out == ""
+    assert f"trained on text of SHA-256 {before['corpus_sha256']}, and {text} now has " in err.splitlines()[-1]
+    assert "--allow-new-data" in err and data_record(tmp_path / "run") == before
+
+
+def test_new_data_that_is_allowed_leaves_the_hash_of_the_old_on_record_for_good(train, tmp_path, text):
+    train()
+    before = data_record(tmp_path / "run")
+    other_text(text)
+    assert train("--steps", "12", "--allow-new-data")[0] == 0
+    now = data_record(tmp_path / "run")
+    left = {"corpus": str(text), "corpus_sha256": before["corpus_sha256"], "until_step": 8}
+    assert now["corpus_sha256"] != before["corpus_sha256"] and now["earlier"] == [left]
+    assert train("--steps", "16")[0] == 0, "the new text is the run's own now"
+    assert data_record(tmp_path / "run")["earlier"] == [left]
+
+
+def test_another_tokenizer_is_refused_even_with_new_data_allowed(train, tmp_path, text):
+    flags = ("--tokenizer", "bpe", "--vocab-size", "300")
+    train(*flags)
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    other_text(text)
+    code, _, err = train(*flags, "--steps", "12", "--allow-new-data")
+    assert code == 2 and "was trained with a tokenizer of SHA-256" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "must"])
+def test_a_run_without_its_checkpoints_is_not_restarted_over_its_metrics(train, tmp_path, resume):
+    train()
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    code, _, err = train("--resume", resume)
+    assert code == 2 and "has metrics up to step 8 and no checkpoint" in err.splitlines()[-1]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_resumed_run_tells_the_alarms_of_before_again(train, tmp_path):
+    train()
+    message = "the scale grows and no loss sees it"
+    RunFolder(tmp_path / "run").append_metrics({"kind": "event", "step": 6, "event": "blind-spot", "message": message})
+    _, _, err = train("--steps", "12")
+    assert f"earlier: {message}" in err
+
+
+def test_sharding_without_torchrun_is_refused_with_the_command_before_a_folder_is_made(train, tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    code, _, err = train("--shard", "full")
+    assert code == 2 and "torchrun --nproc-per-node 2 -m loopscope train" in err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
 def test_fine_tuning_starts_from_other_weights_and_lists_what_is_left_behind(train, tmp_path):
     train()
     code, _, err = train("--readout", "raw", "--init-from", str(tmp_path / "run"), out="raw")
@@ -138,8 +209,61 @@ def test_a_full_disk_stops_with_a_sentence_and_keeps_what_was_saved(train, tmp_p
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     code, _, err = train("--steps", "12")
-    assert code == 2 and "No space left on device: model.safetensors" in err.splitlines()[-1]
+    assert code == 2 and "No space left on device: " in err.splitlines()[-1]
     assert checkpoint.newest(tmp_path / "run" / "checkpoints", print).step == 8
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
+def test_what_safetensors_says_of_the_disk_is_told_as_any_failure_of_the_disk(train, tmp_path, monkeypatch, number):
+    """It raises an error of its own, whose text ends with the number of the system's."""
+    train()
+    from loopscope.training import checkpoint
+
+    def failing(*_):
+        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+
+    monkeypatch.setattr(checkpoint, "save_file", failing)
+    code, _, err = train("--steps", "12")
+    path = tmp_path / "run" / "checkpoints" / "step-00000012"
+    assert code == 2 and err.splitlines()[-1] == f"loopscope: error: {os.strerror(number)}: {path}"
+    assert "Traceback" not in err and checkpoint.newest(path.parent, print).step == 8
+
+
+def test_a_learning_rate_that_ruins_the_model_ends_in_exit_code_1_and_strict_json(train, tmp_path):
+    code, out, _ = train("--lr", "1e30", "--json")
+    result = json.loads(out, parse_constant=pytest.fail)
+    assert code == 1 and result["outcome"] == "stopped"
+    assert "not finite" in result["event"] or "inf" in result["event"] or "nan" in result["event"]
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def poison(run: Path) -> None:
+    """NaN weights in the newest checkpoint, under a checksum that fits."""
+    step = sorted((run / "checkpoints").iterdir())[-1]
+    tensors = load_file(step / "model.safetensors")
+    tensors["embedding.weight"].fill_(float("nan"))
+    save_file(tensors, step / "model.safetensors")
+    sums = json.loads((step / "checksums.json").read_text())
+    sums["model.safetensors"] = hashlib.sha256((step / "model.safetensors").read_bytes()).hexdigest()
+    (step / "checksums.json").write_text(json.dumps(sums))
+
+
+def test_weights_that_are_not_numbers_are_no_success_for_any_verb(train, tmp_path, capsys):
+    train()
+    poison(tmp_path / "run")
+    for flags, out in (((), "run"), (("--init-from", str(tmp_path / "run")), "tuned")):
+        code, stdout, _ = train(*flags, out=out)
+        assert code == 1 and "the weights of embedding.weight are not finite" in stdout
+    assert main(["eval", str(tmp_path / "run"), "--json"]) == 1
+    output = capsys.readouterr()
+    scores = json.loads(output.out, parse_constant=pytest.fail)
+    assert scores["depths"][0]["ce"] is None and "is not finite" in output.err
+
+
+def test_a_finished_run_names_the_commands_that_come_next(train, tmp_path):
+    _, out, _ = train()
+    assert f"next: loopscope audit {tmp_path / 'run'}" in out and "loopscope report" in out
 
 
 def test_a_blind_spot_stops_the_run_with_exit_code_1_and_says_why(train):
@@ -157,11 +281,24 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(text, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
-    assert "interrupted at step" in out
+    assert "interrupted at step" in out and "the same command goes on from there" in out
     step = int(out.split("interrupted at step ")[1].split(":")[0])
     again = start(text, tmp_path / "run", "--steps", str(step + 2))
     _, err = again.communicate(timeout=60)
     assert again.returncode == 0 and f"at step {step}" in err
+
+
+def test_sigterm_while_it_starts_ends_like_ctrl_c(text, tmp_path):
+    process = start(text, tmp_path / "run")
+    handled = f"/proc/{process.pid}/status"
+    while process.poll() is None:  # until Python has been told what SIGTERM means
+        caught = next(line for line in Path(handled).read_text().splitlines() if line.startswith("SigCgt"))
+        if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "loopscope: interrupted" in err and "Traceback" not in err
 
 
 def test_a_second_process_in_the_same_folder_is_refused(train, tmp_path):
@@ -206,7 +343,7 @@ def test_eval_of_a_place_without_a_run_is_one_sentence(tmp_path, capsys):
 
 def test_depths_are_spans_or_lists():
     assert parse_depths("2..4") == [2, 3, 4] and parse_depths("1,4") == [1, 4]
-    for wrong in ("0..2", "4..2", "a", "1..", "1,,2"):
+    for wrong in ("0..2", "4..2", "a", "1..", "1,,2", "1..99999999999999999999", "10001", "9" * 5000):
         with pytest.raises(ConfigError, match="depths"):
             parse_depths(wrong)
 
@@ -223,7 +360,8 @@ def test_tensorboard_gets_the_rows_of_the_metrics(train, tmp_path):
     assert logged == [(row["step"], pytest.approx(row["norm"][2])) for row in rows]
 
 
-def test_a_tracker_that_is_not_installed_is_named(train, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_named_before_anything_is_written(train, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     code, _, err = train("--track", "wandb")
     assert code == 2 and "pip install 'loopscope[track]'" in err
+    assert not (tmp_path / "run").exists()

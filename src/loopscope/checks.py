@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 from loopscope.errors import ConfigError
 
+MOST_WHOLE = 2**63 - 1
+"""The largest whole number of 64 bits."""
+
 
 def check_only_with(config: Any, chooser: str, choice: str, *names: str) -> None:
     """Fields that mean something only under one choice must keep their default under the others."""
@@ -59,8 +62,19 @@ def check_share(config: Any, name: str) -> None:
         raise ConfigError.of(name, getattr(config, name), "must be above 0 and at most 1")
 
 
+def check_whole_numbers(config: Any) -> None:
+    """Whole numbers fit into 64 bits: torch and numpy, which get them in the end, hold no larger ones."""
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and not -MOST_WHOLE - 1 <= number <= MOST_WHOLE:
+                shown = "a number of very many digits" if abs(number) > 10**40 else number  # Python refuses to print it
+                raise ConfigError.of(spec.name, shown, f"must be at most {MOST_WHOLE:,} in size")
+
+
 def check_types(config: Any) -> None:
     """Every value has its field's declared type; YAML and Python callers get no silent coercion."""
+    check_whole_numbers(config)
     for name, hint in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not _matches(value, hint):

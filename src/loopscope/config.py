@@ -30,6 +30,10 @@ MOST_EPS = 0.01
 """A norm with a larger epsilon does not hide scale any more: the leak is eps/(s² + eps)."""
 PAPER_PENALTY = 0.01
 """λ of the norm penalty in arXiv 2606.24898."""
+MOST_LOOPS = 10_000
+"""Loops, and layers, beyond any use: what is larger is a slip of the hand."""
+MOST_THREADS = 1024
+"""CPU threads of a process; the largest machines have a few hundred cores, and torch dies of a hundred thousand."""
 _LEARNS = "changes what is learned"
 
 
@@ -129,7 +133,7 @@ class ModelConfig:
         check_positive(self, "vocab_size", "width", "num_layers", "num_loops", "num_heads", "max_length")
         check_positive(self, "num_kv_heads", "mlp_width", "norm_eps", "rope_base", "reference_scale")
         check_not_negative(self, "prelude_layers", "coda_layers")
-        check_at_most(self, 10_000, "num_layers", "num_loops", "prelude_layers", "coda_layers")
+        check_at_most(self, MOST_LOOPS, "num_layers", "num_loops", "prelude_layers", "coda_layers")
         check_at_most(self, 100_000_000, "vocab_size", "width", "mlp_width", "max_length")
         check_at_most(self, MOST_EPS, "norm_eps")
         _check_attention(self)
@@ -290,6 +294,7 @@ class TrainingConfig:
         check_types(self)
         check_positive(self, "steps", "batch", "accumulate", "lr", "clip", "threads", "log_every", "eval_every")
         check_positive(self, "eval_tokens", "save_every", "keep_last", "max_skips", "spike_factor")
+        check_at_most(self, MOST_THREADS, "threads")
         check_not_negative(self, "weight_decay", "warmup", "seed", "max_rollbacks")
         check_only_with(self, "schedule", "wsd", "decay")
         if self.batch % self.accumulate:

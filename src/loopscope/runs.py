@@ -25,6 +25,8 @@ from loopscope.errors import RunError
 from loopscope.files import integer, read_lines, without_nan
 
 SCHEMA_VERSION = 1
+WRITTEN_UNDER_LOCK = ("config.yaml", "manifest.json", "metrics.jsonl")
+"""Files that only the holder of the lock writes, each through a temporary one beside it."""
 GLANCE_SECONDS = 0.5
 """Somebody who only looks whether a run is locked shares the lock for an instant, never for longer than this."""
 
@@ -68,16 +70,20 @@ class RunFolder:
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl."""
         with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(_line(row))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All rows; a line torn by a kill is left out."""
         return read_lines(self.metrics_path, {}, most=math.inf)  # whoever rewrites the file must not lose a long one
 
+    def last_step(self) -> int:
+        """The last step that metrics.jsonl tells of; 0 without any."""
+        return max((integer(row.get("step")) or 0 for row in self.read_metrics()), default=0)
+
     def forget_metrics_after(self, step: int) -> None:
         """Drop rows of steps that a resume is going to repeat."""
         kept = [row for row in self.read_metrics() if (integer(row.get("step")) or 0) <= step]
-        write_atomically(self.metrics_path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        write_atomically(self.metrics_path, "".join(map(_line, kept)))
 
     @contextmanager
     def locked(self, wait: float = 0.0) -> Iterator[None]:
@@ -91,6 +97,9 @@ class RunFolder:
             file.truncate(0)
             file.write(f"process {os.getpid()}")
             file.flush()
+            for name in WRITTEN_UNDER_LOCK:  # of a process that was killed while it wrote
+                for left in self.path.glob(f".{name}.*"):
+                    left.unlink(missing_ok=True)
             yield
 
     def is_held(self) -> bool:
@@ -103,6 +112,11 @@ class RunFolder:
     @property
     def _lock_path(self) -> Path:
         return self.path / ".lock"
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A row of metrics as strict JSON: what is not finite is null."""
+    return json.dumps(without_nan(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _flock_within(file: IO[str], kind: int, seconds: float) -> bool:

@@ -169,7 +169,7 @@ def of_factory(word: str, seed: int) -> Opened:
     opened = made if isinstance(made, Opened) else None
     model, batches = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     model = model if opened is None else opened.model
-    if missing := missing_methods(model):
+    if missing := _told_as_theirs(f"the model of {word} failed", lambda: missing_methods(model)):
         raise ConfigError(
             f"{word} returned {type(model).__name__}, which has no {', '.join(missing)}; see loopscope.adapt"
         )
@@ -193,8 +193,10 @@ def _imported(word: str) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"cannot import {module_name!r} ({error}); run from its folder or install it") from error
-    except Exception as error:  # whatever their module does when it is imported
-        raise ConfigError(f"cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever their module does when it is imported, also to end the process
+        raise ConfigError(f"cannot import {module_name!r}: {_in_a_line(error)}") from error
     finally:
         sys.path.pop(0)
     if not hasattr(module, attribute):
@@ -212,14 +214,24 @@ def _told_as_theirs(what: str, action: Callable[[], Any]) -> Any:
     """Run somebody else's code; whatever goes wrong in it is told as their own mistake, with where."""
     try:
         return action()
-    except LoopscopeError:
+    except (LoopscopeError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # also SystemExit, which would end the command as a success
         frame = error.__traceback__
         while frame is not None and frame.tb_next is not None:
             frame = frame.tb_next
-        where = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame is not None else ""
-        raise ConfigError(f"{what}{where}: {type(error).__name__}: {error}") from error
+        is_theirs = frame is not None and frame.tb_frame.f_code.co_filename != __file__
+        where = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame is not None and is_theirs else ""
+        raise ConfigError(f"{what}{where}: {_in_a_line(error)}") from error
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Kind and first line of an error of theirs; even its text may fail."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        lines = []
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _count_logits(model: LoopedModel) -> int:

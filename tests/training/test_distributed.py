@@ -16,10 +16,13 @@ from pathlib import Path
 import pytest
 import synthetic
 import torch
+import torch.distributed as dist
 from synthetic import CONFIG
 
+from loopscope.errors import RunError, UnsupportedError
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
+from loopscope.training.distributed import join
 
 SCRIPTS = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -129,3 +132,30 @@ def test_a_dead_rank_ends_the_others_promptly_and_the_run_resumes(single, tmp_pa
     train(TWO, tmp_path, "none", steps=reached)
     assert checkpoint.newest(tmp_path / "checkpoints", print).step == reached
     assert CONFIG.training.save_every == 4
+
+
+@pytest.fixture
+def one_of_two(monkeypatch):
+    """This process as rank 0 of two, without any other."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+
+
+def test_the_survivor_of_a_killed_rank_says_so_in_one_sentence(one_of_two):
+    with pytest.raises(RunError, match="rank 0 lost the other processes"), join("cpu"):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:35062")
+
+
+def test_an_error_of_our_own_under_torchrun_stays_one(one_of_two):
+    with pytest.raises(RuntimeError, match="shapes"), join("cpu"):
+        raise RuntimeError("shapes cannot be multiplied")
+
+
+def test_an_environment_that_only_half_describes_the_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UnsupportedError, match="torchrun starts them together"), join("cpu"):
+        pass

@@ -47,6 +47,14 @@ def test_no_spike_is_called_before_there_is_a_history():
     assert all(watch.judge(step, loss, 1.0).action == "apply" for step, loss in enumerate([5.0, 100.0, 3.0, 300.0]))
 
 
+def test_a_model_that_is_not_finite_is_rolled_back_and_in_the_end_stopped():
+    guard = StepGuard(TrainingConfig(max_rollbacks=1))
+    assert guard.judge_model(5, "the weights are not finite").action == "rollback"
+    guard.rolled_back()
+    verdict = guard.judge_model(5, "the weights are not finite")
+    assert verdict.action == "stop" and verdict.reason.startswith("step 5: the weights are not finite, after 1")
+
+
 def test_the_state_survives_a_checkpoint():
     watch, copy = guard(), guard()
     for step, loss in enumerate([2.0, 3.0, NAN]):

@@ -244,6 +244,16 @@ def test_repeated_non_finite_steps_roll_back_with_half_the_learning_rate_then_st
     )
 
 
+def test_rollbacks_are_counted_across_rollbacks_to_the_same_checkpoint(tmp_path):
+    """The checkpoint holds the count of its own time: taking it over would let the run go back for ever."""
+    trainer, rows = poisoned(tmp_path, range(5, 100), max_rollbacks=3)
+    assert trainer.train() == "stopped"
+    told = [row["message"] for row in rows if row.get("event") == "rolled-back"]
+    assert [message.split(", ")[1] for message in told] == [
+        f"learning rate × {factor} from here on" for factor in (0.5, 0.25, 0.125)
+    ]
+
+
 def blind(**training):
     """The paper's blind spot, small: per-loop cross-entropy, RMSNorm readout, unit-normal embedding."""
     config = change(CONFIG, training={"steps": 40, "lr": 0.05, "schedule": "constant", **training})

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Protocol, Union
 
 import tyro
 
+from loopscope.checks import check_whole_numbers
 from loopscope.cli.audit import Audit
 from loopscope.cli.configured import Configured
 from loopscope.cli.env import Env
@@ -161,6 +162,7 @@ def _parse_verb(name: str, arguments: list[str]) -> Verb:
     parsed, left = tyro.cli(verb, prog=command, args=arguments, config=settings, return_unknown_args=True, **given)
     if left:
         raise ConfigError(f"{left[0]!r} means nothing to `{command}`; see {command} --help")
+    check_whole_numbers(parsed)
     return parsed
 
 

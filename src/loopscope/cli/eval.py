@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_json, print_tables, say
-from loopscope.errors import EXIT_OK, ConfigError
+from loopscope.config import MOST_LOOPS
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,20 +72,37 @@ examples:
             print_json(**result.to_json())
         else:
             print_tables(_table(result))
-        return EXIT_OK
+        if (loop := _first_not_finite(result)) is None:
+            return EXIT_OK
+        say(f"{result.opened.name} is not finite: its CE or norm after loop {loop} is not a number")
+        return EXIT_FINDINGS
+
+
+def _first_not_finite(result: EvaluationResult) -> int | None:
+    """The first loop whose scores are not finite numbers."""
+    for depth in result.scores.depths:
+        if not all(value is not None and math.isfinite(value) for value in (depth.ce, depth.norm)):
+            return depth.k
+    return None
 
 
 def parse_depths(text: str) -> list[int]:
     """1..8 or 1,2,4 as numbers of loops."""
     if span := re.fullmatch(r"(\d+)\.\.(\d+)", text):
-        depths = list(range(int(span[1]), int(span[2]) + 1))
+        depths = list(range(_depth(span[1]), _depth(span[2]) + 1))
     elif re.fullmatch(r"\d+(,\d+)*", text):
-        depths = [int(part) for part in text.split(",")]
+        depths = [_depth(part) for part in text.split(",")]
     else:
         raise ConfigError.of("depths", text, "expected something like 1..8 or 1,2,4")
     if not depths or min(depths) < 1:
         raise ConfigError.of("depths", text, "depths count loops, from 1 up")
     return depths
+
+
+def _depth(digits: str) -> int:
+    if len(digits) > len(str(MOST_LOOPS)) or int(digits) > MOST_LOOPS:
+        raise ConfigError.of("depths", digits[:40], f"must be at most {MOST_LOOPS:,} loops")
+    return int(digits)
 
 
 def _table(result: EvaluationResult) -> Table:

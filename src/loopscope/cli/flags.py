@@ -97,9 +97,12 @@ def entry(left: str, right: str) -> Iterator[str]:
 
 
 def check_known(arguments: Sequence[str], command: str, sections: Sequence[Section]) -> None:
-    """Refuse a flag that the verb does not have, with the one of its own that it looks like."""
+    """Refuse an empty value, and a flag that the verb does not have, with the one of its own that it looks like."""
     known = [name for section in sections for flag in section.flags for name in flag.names]
-    for argument in arguments:
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        if not argument or re.fullmatch("--?[a-zA-Z][^=]*=", argument):  # as a path it would be the working folder
+            where = argument.rstrip("=") or (before if before.startswith("-") else "")
+            raise ConfigError(f"{where or 'an argument'} is empty for `{command}`; give a value or leave it out")
         given = argument.split("=")[0]
         name = given.replace("_", "-")  # tyro takes both
         if not re.match("--?[a-zA-Z]", name) or name in known:  # -1 is a number

@@ -6,10 +6,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.terminal import say
+from loopscope.cli.terminal import duration, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,7 +30,7 @@ class Watch:
         seconds = time.perf_counter() - self.started
         done = max(1, step - self.first_step)
         speed = done * self.tokens_per_step / seconds
-        left = timedelta(seconds=round((self.steps - step) * seconds / done))
+        left = duration((self.steps - step) * seconds / done)
         utilisation = [] if self.peak_tokens is None else [f"MFU {speed / self.peak_tokens:.2f}"]
         return ", ".join([f"{speed:,.0f} tokens/s", *utilisation, f"{left} left"])
 

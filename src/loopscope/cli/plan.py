@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loopscope.cli.configured import Configured
-from loopscope.cli.terminal import print_json, print_tables, print_text
+from loopscope.cli.terminal import duration, print_json, print_tables, print_text
 from loopscope.config import Config, ModelConfig, config_to_dict, config_to_yaml
-from loopscope.errors import EXIT_OK
+from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ examples:
   loopscope plan --preset nano --readout raw --num-loops 8
   loopscope plan --preset nano --readout final-only --yaml > my.yaml
   loopscope plan --config my.yaml --json"""
+
+    def __post_init__(self) -> None:
+        if self.within_hours is not None and not 0 < self.within_hours < math.inf:
+            raise ConfigError.of("within_hours", self.within_hours, "must be a finite number above 0")
 
     def run(self) -> int:
         """Print the cost, and per loop whether it is supervised and what its readout hides."""
@@ -139,7 +143,7 @@ def _memory_table(plan: TrainingPlan) -> Table:
 
 def _in_words(plan: TrainingPlan) -> str:
     speed, utilisation = plan.choices[:2]
-    time = timedelta(seconds=round(plan.seconds))
+    time = duration(plan.seconds)
     return (
         f"{plan.flops_per_token.total / 1e6:,.1f} MFLOP per trained token, {plan.tokens:,} tokens, "
         f"{plan.flops:.3g} FLOP in all.\n"

@@ -6,7 +6,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from loopscope.files import without_nan
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,8 +39,15 @@ def print_tables(*tables: Table) -> None:
 
 
 def print_json(**values: Any) -> None:
-    """One JSON object on stdout."""
-    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **values}, indent=2, ensure_ascii=False) + "\n")
+    """One strict JSON object on stdout: what is not a finite number is null."""
+    strict = without_nan({"schema_version": SCHEMA_VERSION, **values})
+    sys.stdout.write(json.dumps(strict, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def duration(seconds: float) -> str:
+    """A time as 3:04:05, and in years where that would be hard to read."""
+    years = seconds / (365.25 * 24 * 3600)
+    return str(timedelta(seconds=round(seconds))) if years < 100 else f"{years:,.3g} years"
 
 
 @contextmanager

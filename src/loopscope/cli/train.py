@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -34,6 +35,8 @@ class Train(Configured):
     """auto: resume if there is a checkpoint. must: fail if there is none. never: fail if there is one. Or a path."""
     init_from: str | None = None
     """Start from the weights of any target; what cannot be carried over is listed."""
+    allow_new_data: bool = False
+    """Resume although the text has changed; the manifest keeps the hash of what came before."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -52,24 +55,33 @@ examples:
     def run(self) -> int:
         """Train, and say how it ended."""
         from loopscope.training.distributed import is_first_process
-        from loopscope.verbs.training import train
 
         weights: str | Opened | None = self.init_from
         if self.target is None:
             config = self.resolved()
         else:
             config, weights = self._of_target(self.target)
-        result = train(
+        try:
+            result = self._train(config, weights)
+        except KeyboardInterrupt:
+            say("interrupted; the same command goes on from the last checkpoint, or starts again")
+            return EXIT_INTERRUPTED
+        if is_first_process():
+            self._print(result)
+        return EXIT_OF[result.outcome]
+
+    def _train(self, config: Config, weights: str | Opened | None) -> TrainingResult:
+        from loopscope.verbs.training import train
+
+        return train(
             config,
             self.out or self._default_folder(config),
             resume=self.resume,
             init_from=weights,
+            allow_new_data=self.allow_new_data,
             say=say,
             watching=watching,
         )
-        if is_first_process():
-            self._print(result)
-        return EXIT_OF[result.outcome]
 
     def _of_target(self, word: str) -> tuple[Config, Opened | None]:
         """The configuration of a model that is named, and where its weights and tokenizer come from, if it has any."""
@@ -91,13 +103,23 @@ examples:
         if self.json:
             print_json(**result.to_json())
             return
-        print_text(f"{result.outcome} at step {result.step}: {result.run.path}")
+        path = result.run.path
+        print_text(f"{result.outcome} at step {result.step}: {path}")
         if result.outcome == "stopped" and result.event:
             print_text(f"why: {result.event}")
+        if result.outcome == "interrupted":
+            print_text("the same command goes on from there")
         if result.evaluation is not None:
             for name, unit in (("ce", "nats per token"), ("norm", "mean ‖h_k‖")):
-                numbers = " ".join(f"{value:.4g}" for value in result.evaluation[name])
+                numbers = " ".join(
+                    "not finite" if value is None else f"{value:.4g}" for value in result.evaluation[name]
+                )
                 print_text(f"validation {name} after each loop ({unit}): {numbers}")
+        if result.outcome == "finished":
+            folder = shlex.quote(str(path))
+            print_text(f"next: loopscope audit {folder}")
+            print_text(f"      loopscope eval {folder} --depths 1..{2 * result.num_loops}")
+            print_text(f"      loopscope report {folder} -o report.html")
 
     def _default_folder(self, config: Config) -> Path:
         model = config.model

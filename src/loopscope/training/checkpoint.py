@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from loopscope.errors import RunError
+from loopscope.files import without_nan
 from loopscope.runs import folder_written_whole
 from loopscope.training.distributed import Ranks
 from loopscope.training.optimizers import Optimizers
@@ -83,7 +87,7 @@ class Checkpoint:
 def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> Path:
     """Write step-N beside its place and rename it there."""
     path = folder / f"step-{state['step']:08d}"
-    with folder_written_whole(path) as beside:
+    with _failures_of_the_disk(path), folder_written_whole(path) as beside:
         save_file(model_tensors(model), beside / "model.safetensors")
         save_file(optimizer_tensors(model, optimizers), beside / "optimizer.safetensors")
         _write_state(beside, {**state, "sharded": False})
@@ -104,12 +108,35 @@ def save_sharded(folder: Path, model: nn.Module, optimizers: Optimizers, state: 
         save_shards(tensors, storage_writer=writer)
         ranks.barrier()
 
-    if not ranks.is_first:
-        write(path.with_name(f".{path.name}.shared"))
-        return
-    with folder_written_whole(path, tag="shared") as beside:
-        write(beside)
-        _write_state(beside, {**state, "sharded": True})
+    with _failures_of_the_disk(path):
+        if not ranks.is_first:
+            write(path.with_name(f".{path.name}.shared"))
+            return
+        with folder_written_whole(path, tag="shared") as beside:
+            write(beside)
+            _write_state(beside, {**state, "sharded": True})
+
+
+@contextmanager
+def _failures_of_the_disk(path: Path) -> Iterator[None]:
+    """A disk that is full, failing, read-only or forbidden is an OSError that names the checkpoint.
+
+    safetensors tells of it in words that end with "(os error 28)", and torch keeps one failure for every rank.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, OSError):
+                raise OSError(failure.errno, failure.strerror, str(path)) from error
+        raise
 
 
 def load(path: Path) -> Checkpoint:
@@ -201,7 +228,7 @@ def load_optimizer_tensors(model: nn.Module, optimizers: Optimizers, tensors: di
 
 def _write_state(beside: Path, state: dict[str, Any]) -> None:
     """state.json, then the checksums of everything that is there."""
-    (beside / "state.json").write_text(json.dumps({"format": FORMAT, **state}, indent=1))
+    (beside / "state.json").write_text(json.dumps(without_nan({"format": FORMAT, **state}), indent=1, allow_nan=False))
     sums = {file.name: _sha256(file) for file in sorted(beside.iterdir())}
     (beside / "checksums.json").write_text(json.dumps(sums, indent=1))
 

@@ -7,6 +7,7 @@ communicates.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from loopscope.errors import RunError, UnsupportedError
+
 TIMEOUT = timedelta(minutes=10)
+LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed out|remote process exited|"
+    r"(send|recv)(Bytes|Value|Vector)? failed|NCCL.*(abort|remote)",
+    re.IGNORECASE,
+)
+"""What the backends say, as a plain RuntimeError, when the process at the other end is not there any more."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +80,20 @@ def join(device_type: str) -> Iterator[Ranks]:
     if world_size == 1:
         yield Ranks(device=device)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    except (ValueError, dist.DistError) as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedError(f"cannot join the other processes ({reason}); torchrun starts them together") from error
     try:
         yield Ranks(dist.get_rank(), world_size, device)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not LOST.search(str(error)):
+            raise
+        raise RunError(
+            f"rank {os.environ.get('RANK')} lost the other processes, of which one has ended; "
+            "the same command goes on from the last checkpoint"
+        ) from error
     finally:
         dist.destroy_process_group()
 

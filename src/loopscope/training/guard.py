@@ -1,7 +1,8 @@
 """Guards: what to do when a step is not finite or the loss spikes. Pure bookkeeping, no tensors.
 
 A bad step is skipped: its gradient is never applied. Too many in a row roll the run back to its last checkpoint with
-half the learning rate; too many of those stop it, with a sentence that says what was seen.
+half the learning rate; too many of those stop it, with a sentence that says what was seen. A model that is not finite
+is never kept: it is rolled back at once.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ class StepGuard:
         if self.rollbacks < self.config.max_rollbacks:
             return Verdict("rollback", f"{seen}, after {self.config.max_skips} skipped steps in a row")
         return Verdict("stop", f"{seen}, after {self.rollbacks} rollbacks at ever smaller learning rates")
+
+    def judge_model(self, step: int, fault: str) -> Verdict:
+        """A model that is not finite is never kept: roll back, or stop when that has not helped."""
+        if self.rollbacks < self.config.max_rollbacks:
+            return Verdict("rollback", f"step {step}: {fault}")
+        return Verdict("stop", f"step {step}: {fault}, after {self.rollbacks} rollbacks at ever smaller learning rates")
 
     def rolled_back(self) -> None:
         """A rollback has happened: start counting anew."""

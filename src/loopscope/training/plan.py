@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -227,7 +228,10 @@ class TrainingPlan:
         """Fewest devices that finish the run in this time, if none waits for another."""
         if not seconds > 0:
             raise ConfigError.of("seconds", seconds, "must be above 0")
-        return math.ceil(self.flops / (self.flops_per_second * self.utilisation * seconds))
+        needed = self.flops / max(self.flops_per_second * self.utilisation * seconds, sys.float_info.min)
+        if not math.isfinite(needed):
+            raise ConfigError(f"no number of devices finishes this run within {seconds:g} seconds")
+        return math.ceil(needed)
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, the derived ones included, as plain JSON values."""

@@ -6,6 +6,7 @@ Decides what a resume may change, and what the manifest says.
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from typing import Any
 import torch
 
 from loopscope.config import Config, TrainingConfig, changes_learning, config_to_dict
-from loopscope.errors import RunError
+from loopscope.errors import RunError, UnsupportedError
+from loopscope.files import Part, read_as
 from loopscope.machine import Choice, automatic_choices, choose_device, git_state, resolve_compile, versions
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
+from loopscope.training.trackers import check_installed
 from loopscope.training.trainer import Trainer
 
 Say = Callable[[str], None]
@@ -44,8 +47,14 @@ class Setup:
 
 
 def set_up(training: TrainingConfig | None = None) -> Setup:
-    """Apply threads and denormals, and resolve every automatic choice."""
+    """Apply threads and denormals, and resolve every automatic choice; what cannot be had here is refused at once."""
     training, device = training or TrainingConfig(), choose_device()
+    check_installed(training.track)
+    if training.shard == "full" and "RANK" not in os.environ:
+        raise UnsupportedError(
+            "--shard full spreads a model over processes that torchrun starts: "
+            "torchrun --nproc-per-node 2 -m loopscope train …; without it leave --shard none"
+        )
     if training.threads is not None:
         torch.set_num_threads(training.threads)
     choices = [choice for choice in automatic_choices(device) if choice.name != "compile"]
@@ -75,18 +84,74 @@ def check_resume(run: RunFolder, config: Config) -> None:
                 )
 
 
+@dataclass(frozen=True)
+class DataRecord:
+    """What a run's manifest says of the data it was trained on."""
+
+    corpus: str
+    corpus_sha256: str
+    tokenizer_sha256: str
+    earlier: list[dict[str, Any]]
+    """Text that the run left behind under --allow-new-data: corpus, corpus_sha256 and until_step."""
+
+
+def read_data_record(run: Path) -> DataRecord | None:
+    """The record in a run's manifest.json; None where it cannot be read."""
+
+    def take(manifest: Part) -> DataRecord:
+        data = manifest.part("data")
+        return data.as_a(DataRecord, earlier=[part.values for part in data.parts("earlier")])
+
+    return read_as(run / "manifest.json", take, {})
+
+
+def continue_data(
+    found: checkpoint.Checkpoint, data: dict[str, Any], say: Say, *, allow_new: bool = False
+) -> dict[str, Any]:
+    """The manifest's data of a resumed run: refused when the text is not that of the steps before.
+
+    `allow_new` goes on with other text and keeps on record what the steps before were trained on. Another tokenizer is
+    always refused: the embeddings would mean nothing.
+    """
+    run = found.path.parent.parent
+    before = read_data_record(run)
+    if before is None or not before.corpus_sha256:
+        say(f"{run} keeps no hash of its text: nobody can tell whether this is the same")
+        return data
+    if before.tokenizer_sha256 and before.tokenizer_sha256 != data["tokenizer_sha256"]:
+        raise RunError(
+            f"{run} was trained with a tokenizer of SHA-256 {before.tokenizer_sha256}, and this one has "
+            f"{data['tokenizer_sha256']}; choose another --out"
+        )
+    earlier = before.earlier
+    if before.corpus_sha256 != data["corpus_sha256"]:
+        hashes = f"{before.corpus_sha256}, and {data['corpus']} now has {data['corpus_sha256']}"
+        if not allow_new:
+            raise RunError(
+                f"{run} was trained on text of SHA-256 {hashes}; restore the text, choose another --out, or go on "
+                "with the new text by --allow-new-data"
+            )
+        say(f"new text from step {found.step + 1} on: the text before had SHA-256 {hashes}")
+        left = {"corpus": before.corpus, "corpus_sha256": before.corpus_sha256, "until_step": found.step}
+        earlier = [*earlier, left]
+    return {**data, "earlier": earlier} if earlier else data
+
+
 def find_checkpoint(run: RunFolder, resume: str, say: Say) -> checkpoint.Checkpoint | None:
     """What --resume auto|must|never|PATH asks for: a checkpoint to resume, or none."""
     if resume not in ("auto", "must", "never"):
         return checkpoint.load(checkpoint_path(Path(resume)))
     there = checkpoint.list_steps(run.checkpoints)
-    if resume == "never":
-        if there:
-            raise RunError(f"{run.path} already has checkpoints; --resume auto resumes them, another --out starts anew")
-        return None
+    if resume == "never" and there:
+        raise RunError(f"{run.path} already has checkpoints; --resume auto resumes them, another --out starts anew")
     found = checkpoint.newest(run.checkpoints, say)
     if found is None and there:
         raise RunError(f"no checkpoint in {run.checkpoints} is whole; choose another --out to start anew")
+    if found is None and (last := run.last_step()):
+        raise RunError(
+            f"{run.path} has metrics up to step {last} and no checkpoint: restore {run.checkpoints}, or choose another "
+            "--out to start anew"
+        )
     if found is None and resume == "must":
         raise RunError(f"{run.path} has no checkpoint to resume from")
     return found

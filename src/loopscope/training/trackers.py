@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,14 @@ from loopscope.config import Config, config_to_dict
 from loopscope.errors import UnsupportedError
 
 Listener = Callable[[dict[str, Any]], None]
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Refuse a tracker that is not installed, before a run is touched; nothing is imported for it."""
+    for name in names:
+        found = sys.modules[name] if name in sys.modules else importlib.util.find_spec(name)
+        if found is None:
+            raise UnsupportedError(f"--track {name} needs {name}: pip install 'loopscope[track]'")
 
 
 def make_trackers(config: Config, folder: Path) -> tuple[Listener, ...]:

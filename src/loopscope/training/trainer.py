@@ -8,6 +8,7 @@ Shape legend: B batch, T tokens, K loops.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from loopscope.auditing.monitor import ScaleMonitor, read
 from loopscope.auditing.watch import undisturbed
@@ -127,23 +129,46 @@ class Trainer:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
-        """Run to the last step, to a signal, or to a guard that stops; each way out leaves a checkpoint behind."""
+        """Run to the last step, to a signal, or to a guard that stops; the last finite model is in a checkpoint."""
         training = self.config.training
+        if (fault := self._fault([])) is not None:  # it came so, from elsewhere: no rollback would help
+            self._tell_event(self.progress.step, "stop", f"step {self.progress.step}: {fault}")
+            return "stopped"
         if not checkpoint.list_steps(self.run_folder.checkpoints):
             self.save()  # so that a rollback always has somewhere to go
         with self._signals_caught():
             while self.progress.step < training.steps:
                 if self.ranks.any(self._signal is not None):
-                    self.save()
+                    if self._fault([]) is None:
+                        self.save()
                     return "interrupted"
                 if self._advance() == "stop":
                     return "stopped"
-                step = self.progress.step
-                if step % training.eval_every == 0 or step == training.steps:
-                    self.evaluate()
-                if step % training.save_every == 0 or step == training.steps:
+                step, scores = self.progress.step, list[Depth]()
+                evaluates, saves = (step % every == 0 for every in (training.eval_every, training.save_every))
+                if evaluates or step == training.steps:
+                    scores = self.evaluate()
+                if not (evaluates or saves or step == training.steps):
+                    continue
+                if (fault := self._fault(scores)) is not None:
+                    if self._act_on(self.guard.judge_model(step, fault), step) == "stop":
+                        return "stopped"
+                elif saves or step == training.steps:
                     self.save()
         return "finished"
+
+    def _fault(self, scores: list[Depth]) -> str | None:
+        """What of the model is not finite: its weights, or its scores on validation text; all ranks agree on it."""
+        found = None
+        for depth in scores:
+            for name, value in (("validation CE", depth.ce), ("validation norm", depth.norm)):
+                if value is not None and not math.isfinite(value):
+                    found = found or f"the {name} after loop {depth.k} is {value}"
+        for name, parameter in self.model.named_parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if found is None and not local.detach().isfinite().all():
+                found = f"the weights of {name} are not finite"
+        return (found or "the weights of another rank are not finite") if self.ranks.any(found is not None) else None
 
     @property
     def was_signalled(self) -> bool:
@@ -161,7 +186,7 @@ class Trainer:
         if verdict.action == "apply":
             self.optimizers.step(learning_rate(self.config.training, step) * self.guard.lr_factor)
         self.optimizers.zero_grad()
-        if verdict.action != "apply" and (outcome := self._act_on(verdict)) is not None:
+        if verdict.action != "apply" and (outcome := self._act_on(verdict, step + 1)) is not None:
             return outcome
         self.progress.step += 1
         if watch:
@@ -201,11 +226,9 @@ class Trainer:
         )
         return ids_BT.to(self.ranks.device), targets_BT.to(self.ranks.device)
 
-    def _act_on(self, verdict: Verdict) -> Literal["go on", "stop"] | None:
+    def _act_on(self, verdict: Verdict, step: int) -> Literal["go on", "stop"] | None:
         """Tell what happened, and roll back or stop if that is the verdict; None means: just skip the step."""
-        self._tell(
-            {"kind": "event", "step": self.progress.step + 1, "event": verdict.action, "message": verdict.reason}
-        )
+        self._tell_event(step, verdict.action, verdict.reason)
         if verdict.action == "skip":
             return None
         if verdict.action == "stop":
@@ -213,26 +236,26 @@ class Trainer:
         found = checkpoint.newest(self.run_folder.checkpoints, lambda text: None)
         if found is None:
             raise RunError(f"{verdict.reason}; no whole checkpoint is left to go back to")
-        guard, penalty_on = self.guard, self.progress.penalty_on
+        rollbacks, penalty_on = self.guard.rollbacks, self.progress.penalty_on
         self.restore(found)
-        self.guard = guard
+        self.guard.rollbacks = rollbacks  # the checkpoint's own count would let the run go back for ever
         self.guard.rolled_back()
         self._set_penalty(penalty_on)
         message = f"rolled back to step {found.step}, learning rate × {self.guard.lr_factor:g} from here on"
-        self._tell({"kind": "event", "step": found.step, "event": "rolled-back", "message": message})
+        self._tell_event(found.step, "rolled-back", message)
         return "go on"
 
     def _watch(self, step: int, seen: dict[str, Any]) -> Literal["go on", "stop"]:
         """Hand the step to the scale monitor and act on its alarms as --on-blind-spot says."""
         alarms = self.monitor.observe(step, seen["reading"]).alarms
         for alarm in alarms:
-            self._tell({"kind": "event", "step": step, "event": alarm.kind, "message": alarm.message})
+            self._tell_event(step, alarm.kind, alarm.message)
         if not self.ranks.any(any(alarm.kind == "blind-spot" for alarm in alarms)):
             return "go on"
         if self.config.training.on_blind_spot == "penalize":
             self._set_penalty(True)
             message = f"norm penalty {PAPER_PENALTY} is on from step {step + 1}"
-            self._tell({"kind": "event", "step": step, "event": "penalty-on", "message": message})
+            self._tell_event(step, "penalty-on", message)
         if self.config.training.on_blind_spot == "stop":
             self.save()
             return "stop"
@@ -249,7 +272,7 @@ class Trainer:
             scores = evaluate_depths(self._score, self.valid(), self.model.num_loops).depths
         step, ce = self.progress.step, scores[-1].ce
         assert ce is not None
-        if self.progress.best_ce is None or ce < self.progress.best_ce:
+        if math.isfinite(ce) and (self.progress.best_ce is None or ce < self.progress.best_ce):
             self.progress.best_ce, self.progress.best_step = ce, step
         row = {"kind": "eval", "step": step, "ce": [s.ce for s in scores], "norm": [s.norm for s in scores]}
         self._tell(row)
@@ -333,6 +356,9 @@ class Trainer:
                 "tokens_per_second": tokens / seconds,
             }
         )
+
+    def _tell_event(self, step: int, event: str, message: str) -> None:
+        self._tell({"kind": "event", "step": step, "event": event, "message": message})
 
     def _tell(self, row: dict[str, Any]) -> None:
         if not self.ranks.is_first:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopscope.config import MOST_LOOPS
 from loopscope.data.packing import PackedTokens
 from loopscope.data.stream import covered_bytes, evaluation_batches
 from loopscope.errors import ConfigError
@@ -60,8 +61,8 @@ def evaluate(
     """Scores after each of `depths` loops (by default 1 to the trained depth) on `data` or the target's own text."""
     opened = with_tokenizer(open_target(target), tokenizer)
     depths = list(range(1, opened.model.num_loops + 1)) if depths is None else list(depths)
-    if not depths or min(depths) < 1:
-        raise ConfigError.of("depths", depths, "depths count loops, from 1 up")
+    if not depths or min(depths) < 1 or max(depths) > MOST_LOOPS:
+        raise ConfigError.of("depths", depths, f"depths count loops, from 1 up to {MOST_LOOPS:,}")
     length = _checked_length(opened, length)
     if data is None and opened.tokenizer is None and opened.batches is not None:
         scores = _depth_scores(opened.model, _pairs(opened.batches), max(depths))

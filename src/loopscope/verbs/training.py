@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from loopscope.config import Config, ModelConfig, TargetConfig
 from loopscope.data.preparation import Prepared, prepare
 from loopscope.data.stream import TrainingStream, evaluation_batches
-from loopscope.errors import ProtocolError, RunError
+from loopscope.errors import ConfigError, ProtocolError, RunError
 from loopscope.model.looped_lm import GatedLoopedLM, LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import SharedCore
@@ -26,7 +26,7 @@ from loopscope.runs import RunFolder
 from loopscope.targets import Opened, open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, join
-from loopscope.training.session import Setup, check_resume, find_checkpoint, manifest, set_up
+from loopscope.training.session import Setup, check_resume, continue_data, find_checkpoint, manifest, set_up
 from loopscope.training.trackers import make_trackers
 from loopscope.training.trainer import Outcome, Trainer
 
@@ -45,6 +45,8 @@ class TrainingResult:
     """The last row of validation scores in metrics.jsonl."""
     event: str | None
     """The last thing that a guard or the monitor said."""
+    num_loops: int
+    """Loops it was trained at."""
     was_signalled: bool = False
     """Whether somebody asked it to stop, be it during its last step."""
 
@@ -65,22 +67,25 @@ def train(
     *,
     resume: str = "auto",
     init_from: str | Path | Opened | None = None,
+    allow_new_data: bool = False,
     say: Say = lambda text: None,
     watching: Watching = lambda trainer: nullcontext(),
 ) -> TrainingResult:
     """Train `config` in the run folder `out`, which no other process may be using.
 
     `resume` is auto, must, never, or a checkpoint's path. `init_from` is any target whose weights to start from. Ctrl-C
-    and SIGTERM save and return; the same call resumes. `watching` is entered around the training.
+    and SIGTERM save and return; the same call resumes, on the same text unless `allow_new_data`. `watching` is entered
+    around the training.
     """
+    if not str(out):
+        raise ConfigError.of("out", str(out), "a run needs a folder of its own")
     setup, run = set_up(config.training), RunFolder(Path(out))
+    options: dict[str, Any] = {"resume": resume, "init_from": init_from, "allow_new_data": allow_new_data}
     with join(setup.device) as ranks:
         if ranks.is_first:
             with run.locked():
-                return train_in(
-                    run, config, setup, ranks, resume=resume, init_from=init_from, say=say, watching=watching
-                )
-        return train_in(run, config, setup, ranks, resume=resume, init_from=init_from)
+                return train_in(run, config, setup, ranks, say=say, watching=watching, **options)
+        return train_in(run, config, setup, ranks, **options)
 
 
 def train_in(
@@ -91,6 +96,7 @@ def train_in(
     *,
     resume: str = "auto",
     init_from: str | Path | Opened | None = None,
+    allow_new_data: bool = False,
     say: Say = lambda text: None,
     watching: Watching = lambda trainer: nullcontext(),
 ) -> TrainingResult:
@@ -107,11 +113,14 @@ def train_in(
     if isinstance(config.model, TargetConfig):
         _try_out(model, config)
     data = _prepare(config, run, ranks, source, say)
+    record = data.manifest()
+    if found is not None:
+        record = continue_data(found, record, say, allow_new=allow_new_data)
     trainer = _make_trainer(model, config, run, setup, ranks, data)
     _start(trainer, run, found, source, say)
     if ranks.is_first:
         run.create(config)
-        run.write_manifest(manifest(config, setup, data.manifest(), trainer))
+        run.write_manifest(manifest(config, setup, record, trainer))
         trainer.listeners = make_trackers(config, run.path)
     with watching(trainer):
         outcome = trainer.train()
@@ -217,15 +226,33 @@ def _start(
         if trainer.ranks.is_first:
             run.forget_metrics_after(found.step)
         say(f"resumed at step {found.step}: {run.path}")
+        events = [row for row in run.read_metrics() if row.get("kind") == "event" and row.get("event") != "skip"]
+        for message in {row.get("event"): row.get("message") for row in events}.values():  # the last of every kind
+            say(f"earlier: {message}")
     elif source is not None:
         left = copy_weights(trainer.model, source)
         say(f"weights from {source.name}" + "".join(f"\n  {line}" for line in left))
     else:
+        if trainer.ranks.is_first and run.metrics_path.exists():
+            run.forget_metrics_after(-1)  # of an attempt that never made a step
         say(f"training in {run.path}")
 
 
 def _result(run: RunFolder, trainer: Trainer, outcome: Outcome) -> TrainingResult:
     rows = run.read_metrics()
-    scores = next((row for row in reversed(rows) if row.get("kind") == "eval"), None)
-    event = next((str(row.get("message")) for row in reversed(rows) if row.get("kind") == "event"), None)
-    return TrainingResult(run, outcome, trainer.progress.step, scores, event, trainer.was_signalled)
+    event = _last(rows, "event")
+    said = None if event is None else str(event.get("message"))
+    return TrainingResult(
+        run,
+        outcome,
+        trainer.progress.step,
+        _last(rows, "eval"),
+        said,
+        trainer.config.model.num_loops,
+        trainer.was_signalled,
+    )
+
+
+def _last(rows: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
+    """The last row of metrics of one kind."""
+    return next((row for row in reversed(rows) if row.get("kind") == kind), None)
