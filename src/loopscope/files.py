@@ -310,6 +310,28 @@ def _is_gap(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
+Form = type | tuple[type, ...] | list[Any] | dict[str, Any]
+"""What a value should be: of a type or one of several, a list of values of one form, or names with theirs."""
+NUMBER = (int, float)
+NULL = type(None)
+
+
+def first_misfit(value: object, form: Form, place: str = "") -> str | None:
+    """The place of the first value that is not of its form, or None; names that the form does not have may be there."""
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return place or "the whole"
+        inside = ((value.get(name), each, f"{place}.{name}".lstrip(".")) for name, each in form.items())
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            return place
+        inside = ((item, form[0], f"{place}[{n}]") for n, item in enumerate(value))
+    else:
+        wrong_flag = isinstance(value, bool) and form is not bool
+        return place if wrong_flag or not isinstance(value, form) else None
+    return next((found for item, each, at in inside if (found := first_misfit(item, each, at)) is not None), None)
+
+
 Problems = dict[str, str]
 """What is wrong with files, by their names: "eval.json" → "is not valid JSON and is left out"."""
 

@@ -127,6 +127,21 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_bytes(device_type: str) -> int | None:
+    """Memory of one device, or None where the system does not say."""
+    if device_type == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
 # --- bf16 products on CPUs -------------------------------------------------------------------------------------------
 
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")

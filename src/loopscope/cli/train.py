@@ -96,7 +96,7 @@ examples:
             print_text(f"why: {result.event}")
         if result.evaluation is not None:
             for name, unit in (("ce", "nats per token"), ("norm", "mean ‖h_k‖")):
-                numbers = " ".join(f"{value:.4g}" for value in result.evaluation[name])
+                numbers = " ".join("–" if value is None else f"{value:.4g}" for value in result.evaluation[name])
                 print_text(f"validation {name} after each loop ({unit}): {numbers}")
 
     def _default_folder(self, config: Config) -> Path:
