@@ -16,8 +16,9 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
@@ -63,7 +64,7 @@ NOT_FILES: dict[Callable[[int], bool], str] = {
 # --- opening ---------------------------------------------------------------------------------------------------------
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """A regular file, open for reading its bytes; anything else is an OSError that says what it is, without waiting."""
     _check_regular(path, path.stat().st_mode)  # before it is opened: to open a device may already do something
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

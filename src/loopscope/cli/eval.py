@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_json, print_tables, progress, say
+from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_OK, ConfigError
+from loopscope.words import check_word
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,6 +58,8 @@ examples:
 
     def run(self) -> int:
         """Evaluate and print."""
+        check_word(self.target)
+        check_sources(self.data or ())
         from loopscope.verbs.evaluation import evaluate
 
         with progress(self.target) as advance:

@@ -16,7 +16,7 @@ import json
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,20 +135,44 @@ class TextFile:
         return unpacked
 
 
+def check_sources(names: Iterable[str]) -> None:
+    """Refuse sources that name no file that can be read, without reading any; no torch is needed for that."""
+    for name in names:
+        if name != "builtin" and not name.startswith("hf:"):
+            for path in _named_paths(name):
+                with _told(path):
+                    open_file(path).close()
+
+
 def find_files(pattern: str, text_field: str) -> list[TextFile]:
     """The files a path or glob names, in the order of their names."""
+    return [_text_file(path, text_field) for path in _named_paths(pattern)]
+
+
+def _named_paths(pattern: str) -> list[Path]:
+    """The files a path or glob names, all of a kind that can be read."""
     path = Path(pattern).expanduser()
     if path.is_dir():
         raise DataError(f"{pattern} is a folder; name its files, for instance '{pattern}/*.txt'")
     if path.exists():
-        return [_text_file(path, text_field)]
-    if not glob.has_magic(pattern):
+        found = [path]
+    elif glob.has_magic(pattern):
+        names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207, Path.glob takes no absolute pattern
+        found = [match for match in map(Path, names) if match.is_file()]
+        if not found:
+            raise DataError(f"no file matches {pattern}")
+    else:
         raise DataError(f"no such file: {pattern}; a source is builtin, a file or glob, or hf:DATASET[:CONFIG]")
-    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207, Path.glob takes no absolute pattern
-    found = [match for match in map(Path, names) if match.is_file()]
-    if not found:
-        raise DataError(f"no file matches {pattern}")
-    return [_text_file(match, text_field) for match in found]
+    for match in found:
+        if _kind_of(match)[0] not in KINDS:
+            raise DataError(f"{match}: only {', '.join(KINDS)} can be read, each also with .gz or .zst added")
+    return found
+
+
+def _kind_of(path: Path) -> tuple[str, str]:
+    """What the name says: the kind of file, and how it is compressed."""
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    return path.with_suffix("").suffix if compression else path.suffix, compression
 
 
 def text_of(record: dict[str, Any], field: str, place: str) -> str:
@@ -250,10 +274,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _text_file(path: Path, text_field: str) -> TextFile:
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    kind = path.with_suffix("").suffix if compression else path.suffix
-    if kind not in KINDS:
-        raise DataError(f"{path}: only {', '.join(KINDS)} can be read, each also with .gz or .zst added")
+    kind, compression = _kind_of(path)
     if compression == ".zst":
         needed("zstandard", "reading .zst")
     with _told(path), open_file(path) as file:

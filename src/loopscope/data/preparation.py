@@ -14,7 +14,7 @@ from loopscope.data.packing import PackedTokens, pack
 from loopscope.data.tokenizers import MANIFEST_FILE, Tokenizer, check_vocabulary, fit_tokenizer, load_tokenizer
 
 Say = Callable[[str], None]
-REPORT_SECONDS = 2.0
+REPORT_SECONDS = 5.0
 """Between two lines of progress while packing: nobody should wait longer for a sign of life."""
 
 
