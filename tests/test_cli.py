@@ -56,6 +56,26 @@ def test_the_version_is_printed_with_its_commit_and_without_torch():
     assert loaded == "False"
 
 
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("eval nowhere", "nowhere is not a run folder"),
+        ("eval preset:nano --data nowhere.txt", "no such file: nowhere.txt"),
+        ("audit nowhere.yaml", "cannot read the configuration nowhere.yaml"),
+        ("audit preset:nan", "did you mean 'nano'?"),
+        ("remedy .", ". is neither a checkpoint nor a run folder with checkpoints"),
+        ("train --data nowhere/*.txt", "no file matches nowhere/*.txt"),
+        ("train --init-from nowhere", "nowhere is not a run folder"),
+    ],
+)
+def test_a_wrong_name_is_told_without_importing_torch(command, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = "import sys; from loopscope.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script, *command.split()], capture_output=True, text=True)
+    assert result.stdout.split()[-2:] == ["2", "False"]
+    assert sentence in result.stderr
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_help_shows_exactly_the_flags_that_are_parsed_each_once_with_its_docstring(verb, capsys, monkeypatch):
     """The help is ours and the parser is tyro's: tyro's own help is the second opinion."""

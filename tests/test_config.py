@@ -198,6 +198,33 @@ def test_a_missing_file_is_named(tmp_path):
         load_config(tmp_path / "nowhere.yaml")
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[" * 60_000, "it is nested more than 16 levels deep"),
+        ("model: " + "{a: " * 15_000, "it is nested more than 16 levels deep"),
+        ("[" * 100_000, "it is larger than 64 kB"),
+        ("model: &a {width: 64}\nobjective: *a", "it uses YAML aliases"),
+        ("model: {width: " + "1" * 5000 + "}", "it has a value of more than 3,000 characters"),
+        ("model: {width: 64", "it is not YAML: "),
+        ("[model]\nwidth = 64\n", "it is TOML; a configuration is YAML or JSON"),
+        ("model.width = 64\n", "it is TOML; a configuration is YAML or JSON"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_told_from_one_that_takes_without_end(tmp_path, content, sentence):
+    path = tmp_path / "made.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"cannot read the configuration {path}: {sentence}")
+
+
+def test_a_configuration_may_be_json(tmp_path):
+    path = tmp_path / "some.json"
+    path.write_text('{"model": {"width": 64}, "training": {"lr": 1e-4}}')
+    assert (load_config(path).model.width, load_config(path).training.lr) == (64, 1e-4)
+
+
 def test_an_empty_file_changes_nothing(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("")

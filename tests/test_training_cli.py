@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from loopscope.cli import main
 from loopscope.cli.eval import parse_depths
 from loopscope.errors import ConfigError
+from loopscope.readings import read_run
 from loopscope.runs import RunFolder
 
 TINY = [
@@ -81,6 +83,16 @@ def test_a_run_trains_says_how_it_ended_and_fills_its_folder(train, tmp_path):
     assert manifest["data"]["corpus_sha256"] and manifest["versions"]["torch"]
     assert all(choice["reason"] for choice in manifest["choices"])
     assert {choice["name"]: choice["value"] for choice in manifest["choices"]}["flush_denormals"] is True
+
+
+def test_metrics_of_the_wrong_kind_do_not_stop_a_finished_run_from_saying_so(train, tmp_path):
+    train()
+    run = RunFolder(tmp_path / "run")
+    rows = [{**row, "ce": "x", "norm": {"a": 1}} for row in run.read_metrics()]
+    run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\0garbage\n")
+    code, out, err = train()
+    assert code == 0, err
+    assert "finished at step 8" in out and "validation ce" not in out
 
 
 def test_the_same_command_with_more_steps_goes_on(train, tmp_path):
@@ -325,6 +337,54 @@ def test_eval_scores_every_depth_also_beyond_the_trained_one(train, tmp_path, ca
     assert row["bits_per_byte"] == pytest.approx(row["ce"] / 0.6931471805599453)
     assert main(["eval", str(tmp_path / "run"), "--depths", "1,3"]) == 0
     assert "bits per byte" in capsys.readouterr().out
+
+
+def test_eval_leaves_its_scores_in_the_run_where_the_page_finds_them(train, tmp_path, capsys):
+    train()
+    run = tmp_path / "run"
+    assert main(["eval", str(run), "--json"]) == 0
+    output = capsys.readouterr()
+    assert f"scores are in {run / 'eval.json'}" in output.err
+    read = read_run(run, "run")
+    assert not read.problems and read.depths_from == "eval.json, valid"
+    printed = [row["ce"] for row in json.loads(output.out)["depths"]]
+    assert [depth.ce for depth in read.depths] == printed and len(printed) == 3
+
+
+def test_eval_adds_depths_and_texts_and_keeps_what_was_measured_on_more_text(train, tmp_path, capsys):
+    train()
+    run, other = tmp_path / "run", tmp_path / "other.txt"
+    other.write_text("words about other rivers\n" * 10)
+    for flags in (["--depths", "1"], ["--data", str(other)]):
+        assert main(["eval", str(run), *flags]) == 0
+        assert not (run / "eval.json").exists()  # a report would take it for the run's validation scores
+    for flags in ([], ["--depths", "5"], ["--data", str(other)], ["--max-tokens", "20"]):
+        assert main(["eval", str(run), *flags]) == 0
+    splits = read_run(run, "run").splits
+    assert list(splits) == ["valid", str(other)]
+    assert [depth.k for depth in splits["valid"].depths] == [1, 2, 3, 4, 5]
+    assert splits["valid"].tokens > 20
+
+
+def test_eval_of_a_row_of_a_grid_leaves_its_files_alone(train, tmp_path):
+    train()
+    (tmp_path / "run" / "row.json").write_text("{}")
+    (tmp_path / "run" / "eval.json").write_text('{"theirs": 1}')
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "eval.json").read_text() == '{"theirs": 1}'
+
+
+def test_a_long_evaluation_tells_how_far_it_is(train, tmp_path, capsys):
+    train()
+    assert main(["eval", str(tmp_path / "run"), "--batch", "1"]) == 0
+    assert re.search(r"loopscope: .*run: 5\d%, [\d,]+ of [\d,]+ tokens", capsys.readouterr().err)
+
+
+def test_a_batch_that_no_machine_holds_is_refused_before_any_memory_is_taken(train, tmp_path):
+    code, _, err = train("--batch", "1000000000")
+    assert code == 2
+    assert re.search(r"batch = 1000000000: a step takes about [\d,]+ GB, and this \w+ device has [\d,]+ GB", err)
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_eval_on_other_text_counts_all_of_it(train, tmp_path, capsys):

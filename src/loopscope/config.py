@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,7 @@ from loopscope.checks import (
     check_types,
 )
 from loopscope.errors import ConfigError, suggest
+from loopscope.files import MOST_YAML_BYTES, parse_yaml, read_text
 
 MOST_EPS = 0.01
 """A norm with a larger epsilon does not hide scale any more: the leak is eps/(s² + eps)."""
@@ -412,11 +414,24 @@ def _from_yaml(value: object) -> object:
 def load_config(path: Path, base: Config | None = None) -> Config:
     """Read a YAML configuration; a missing, unreadable or wrong file is one clear sentence."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:  # PyYAML trips over dates
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+        text = read_text(path, MOST_YAML_BYTES)
+        if _is_toml(text):
+            raise ValueError("is TOML; a configuration is YAML or JSON: `model: {width: 64}`")
+        data = parse_yaml(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except ValueError as error:
+        why = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
+        raise ConfigError(f"cannot read the configuration {path}: it {why}") from error
     return config_from_dict({} if data is None else data, base, source=str(path))
+
+
+def _is_toml(text: str) -> bool:
+    """Whether a text says something in TOML; none that does is a mapping in YAML."""
+    try:
+        return bool(tomllib.loads(text))
+    except (ValueError, RecursionError):
+        return False
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

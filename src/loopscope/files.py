@@ -1,16 +1,22 @@
 """Reading files that may be missing, damaged, still being written, or hostile: what cannot be used becomes a sentence.
 
-Nothing here raises for what a file says, and no file takes long: what would is refused before it is built. Numbers that
-are not finite are None from here on. Whether a problem is told beside the rest or ends a command, the caller decides.
+Every file that somebody names is opened by `open_file`, which refuses what is not a regular file: a pipe would be
+waited for without end, and a device has none. No file takes long either: what would is refused before it is built.
+Beyond those two, nothing here raises for what a file says. Numbers that are not finite are None from here on. Whether
+a problem is told beside the rest or ends a command, the caller decides.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -44,6 +50,61 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 T = TypeVar("T")
+
+NOT_FILES: dict[Callable[[int], bool], str] = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
+"""What a path may lead to besides a file."""
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+def open_file(path: Path) -> BufferedReader:
+    """A regular file, open for reading its bytes; anything else is an OSError that says what it is, without waiting."""
+    _check_regular(path, path.stat().st_mode)  # before it is opened: to open a device may already do something
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _check_regular(path, os.fstat(file.fileno()).st_mode)  # it may have been replaced since
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_bytes(path: Path, most: float) -> bytes:
+    """All bytes of a regular file that has no more than `most` of them; more is an OSError that says the limit."""
+    with open_file(path) as file:
+        data = file.read() if most == math.inf else file.read(int(most) + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {in_bytes(most)}", str(path))
+    return data
+
+
+def read_text(path: Path, most: float, errors: str = "strict") -> str:
+    """The text of such a file, which is UTF-8; where `errors` is strict, other bytes are a UnicodeDecodeError."""
+    return read_bytes(path, most).decode("utf-8", errors)
+
+
+def in_bytes(count: float) -> str:
+    """A limit as a person reads it: 64 kB, 4 MB."""
+    for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:g} bytes"
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((kind for is_kind, kind in NOT_FILES.items() if is_kind(mode)), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
 
 
 def number(value: object) -> float | None:
@@ -250,6 +311,28 @@ def _is_gap(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
+Form = type | tuple[type, ...] | list[Any] | dict[str, Any]
+"""What a value should be: of a type or one of several, a list of values of one form, or names with theirs."""
+NUMBER = (int, float)
+NULL = type(None)
+
+
+def first_misfit(value: object, form: Form, place: str = "") -> str | None:
+    """The place of the first value that is not of its form, or None; names that the form does not have may be there."""
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return place or "the whole"
+        inside = ((value.get(name), each, f"{place}.{name}".lstrip(".")) for name, each in form.items())
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            return place
+        inside = ((item, form[0], f"{place}[{n}]") for n, item in enumerate(value))
+    else:
+        wrong_flag = isinstance(value, bool) and form is not bool
+        return place if wrong_flag or not isinstance(value, form) else None
+    return next((found for item, each, at in inside if (found := first_misfit(item, each, at)) is not None), None)
+
+
 Problems = dict[str, str]
 """What is wrong with files, by their names: "eval.json" → "is not valid JSON and is left out"."""
 
@@ -296,17 +379,33 @@ def read_yaml(path: Path, problems: Problems) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        if (trick := _yaml_trick(text)) is not None:
-            problems[path.name] = f"{trick} and is left out"
-            return None
-        found = yaml.load(text, LOADER)  # a SafeLoader of either kind
-    except (yaml.YAMLError, ValueError, RecursionError, AttributeError):  # PyYAML trips over some dates
+        found = parse_yaml(text)
+    except TrickError as trick:
+        problems[path.name] = f"{trick} and is left out"
+        return None
+    except ValueError:
         problems[path.name] = "is not valid YAML and is left out"
         return None
     if not isinstance(found, dict):
         problems[path.name] = "does not hold a mapping and is left out"
         return None
     return mapping(found)
+
+
+class TrickError(ValueError):
+    """YAML that is small to write and huge, or long, to read."""
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text holds; a ValueError says where it is not YAML, or by what it would take without end."""
+    try:
+        if (trick := _yaml_trick(text)) is not None:
+            raise TrickError(trick)
+        return yaml.load(text, LOADER)  # a SafeLoader of either kind
+    except TrickError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:  # PyYAML trips over some dates
+        raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _yaml_trick(text: str) -> str | None:
@@ -355,7 +454,7 @@ def _lines(path: Path, most: float, problems: Problems) -> Iterator[bytes]:
     """Lines with their ends; of one that is too long only its end, which is no JSON."""
     if not _is_readable(path, most, problems):
         return
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while line := file.readline(MOST_LINE_BYTES):
             is_long = False
             while len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
@@ -369,21 +468,20 @@ def _lines(path: Path, most: float, problems: Problems) -> Iterator[bytes]:
 def _text(path: Path, most: float, problems: Problems) -> str | None:
     """The text of a regular file of sensible size, or None."""
     try:
-        return path.read_text("utf-8", errors="replace") if _is_readable(path, most, problems) else None
+        return read_text(path, most, errors="replace") if _is_readable(path, most, problems) else None
     except OSError as error:
         problems[path.name] = f"cannot be read: {error.strerror}"
         return None
 
 
 def _is_readable(path: Path, most: float, problems: Problems) -> bool:
-    """Whether there is a regular file of sensible size; a pipe would be waited for without end."""
+    """Whether there is a regular file of sensible size."""
     if not path.exists():
         return False
     if not path.is_file():
         problems[path.name] = "is not a regular file and is left out"
         return False
     if path.stat().st_size > most:
-        size = f"{int(most) >> 20} MB" if int(most) >> 20 else f"{int(most) >> 10} kB"
-        problems[path.name] = f"is larger than {size} and is left out"
+        problems[path.name] = f"is larger than {in_bytes(most)} and is left out"
         return False
     return True

@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loopscope.errors import UnsupportedError
+from loopscope.files import read_text
 
 PACKAGES = ("loopscope", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "tyro", "rich", "jinja2")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "ray", "lm-eval", "fastapi", "tensorboard", "wandb", "trackio")
+MOST_REMEMBERED_BYTES = 256 << 20
+"""Of a file in the cache folder; the largest we write, the built-in corpus, has 5 MB."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ def cache_folder(cache: Path | None = None) -> Path:
 def recall(path: Path | None) -> Any:
     """What `remember` wrote: None where nothing is there, or something that is not JSON."""
     try:
-        return None if path is None else json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return None if path is None else json.loads(read_text(path, MOST_REMEMBERED_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -121,6 +124,21 @@ def git_state(folder: Path) -> dict[str, Any] | None:
             "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
         }
     except (OSError, subprocess.SubprocessError):
+        return None
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_bytes(device_type: str) -> int | None:
+    """Memory of one device, or None where the system does not say."""
+    if device_type == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
         return None
 
 

@@ -54,6 +54,15 @@ class Split:
         chosen = set(ks)
         return replace(self, depths=[depth for depth in self.depths if depth.k in chosen])
 
+    def joined(self, before: Split | None) -> Split:
+        """These scores with earlier ones of the same model and text; where more of it was read then, those stay."""
+        if before is None or (before.tokens or 0) < (self.tokens or 0):
+            return self
+        if before.tokens != self.tokens:
+            return before
+        depths = {depth.k: depth for depth in (*before.depths, *self.depths)}
+        return replace(self, depths=[depths[k] for k in sorted(depths)])
+
     def with_bytes(self, num_bytes: int) -> Split:
         """The same with bits per byte: total nats in bits, over the true UTF-8 bytes of the text."""
         assert self.tokens is not None

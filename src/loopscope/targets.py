@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from loopscope.adapters.hf import download, is_hf_folder, open_folder
 from loopscope.config import Config, DataConfig, ObjectiveConfig, TargetConfig, load_config
 from loopscope.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
-from loopscope.errors import ConfigError, DataError, LoopscopeError, ProtocolError, RunError
+from loopscope.errors import ConfigError, DataError, LoopscopeError, ProtocolError
 from loopscope.model.looped_lm import build
 from loopscope.presets import preset
 from loopscope.protocol import LoopedModel, missing_methods
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from loopscope.training.session import checkpoint_path, run_of
+from loopscope.words import WORDS, check_word
 
 Batch = Tensor | tuple[Tensor, Tensor]
 """Ids (B, T), or ids with their targets."""
@@ -42,8 +43,6 @@ Batch = Tensor | tuple[Tensor, Tensor]
 UNTRAINED = "untrained"
 USUAL_LENGTH = 256
 """Tokens of a sequence for a model that takes longer ones, or does not say what it takes."""
-WORDS = "a run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file or "
-WORDS += "package.module:factory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +95,7 @@ def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
     if isinstance(word, Opened):
         return word
     text, path = str(word), Path(word)
+    check_word(text)
     if text.startswith("preset:"):
         return of_config(text, preset(text.removeprefix("preset:")), seed)
     if text.startswith("hf:"):
@@ -104,9 +104,7 @@ def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
         return of_folder(path) if is_hf_folder(path) else of_run(path)
     if path.suffix in (".yaml", ".yml"):
         return of_config(text, load_config(path), seed)
-    if ":" in text:
-        return of_factory(text, seed)
-    raise RunError(f"{text} is not {WORDS}; loopscope train makes a run, loopscope audit preset:nano audits a design")
+    return of_factory(text, seed)
 
 
 def of_config(name: str, config: Config, seed: int) -> Opened:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
 import sys
 
 import pyarrow
@@ -160,3 +161,59 @@ def test_only_one_document_at_a_time_is_read(tmp_path):
     assert next(documents) == "a" and next(documents) == "b"
     with pytest.raises(DataError, match="line 3"):
         next(documents)
+
+
+def test_a_number_of_ten_thousand_digits_is_one_sentence(tmp_path):
+    path = written(tmp_path, "some.jsonl", b'{"text": "a"}\n{"text": "b", "n": ' + b"1" * 10_000 + b"}")
+    with pytest.raises(DataError, match=r"some\.jsonl, line 2: not JSON \(Exceeds the limit"):
+        read(path)
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".txt", ".jsonl"])
+def test_a_line_that_is_too_long_is_refused_with_the_limit(kind, compression, tmp_path, monkeypatch):
+    monkeypatch.setattr("loopscope.data.files.MOST_DOCUMENT_BYTES", 1 << 10)
+    documents = ["short", "x" * (1 << 10) + "y"]
+    path = written(tmp_path, f"some{kind}{compression}", compressed(content(kind, documents, tmp_path), compression))
+    with pytest.raises(DataError, match=r", line 2 is longer than 1 kB, the longest document; cut it into several"):
+        read(path)
+
+
+def test_a_row_of_parquet_that_is_too_long_is_refused_with_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("loopscope.data.files.MOST_DOCUMENT_BYTES", 1 << 10)
+    path = written(tmp_path, "some.parquet", content(".parquet", ["short", "x" * 1025], tmp_path))
+    with pytest.raises(DataError, match=r", row 2 is longer than 1 kB, the longest document"):
+        read(path)
+
+
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(compression, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("loopscope.data.files.ALWAYS_ALLOWED", 1 << 10)
+    data = compressed(b'{"text": "a"}\n' * (1 << 18), compression)
+    with pytest.raises(DataError, match=r"unpacks to more than [\d.]+ kB, which is more than text does"):
+        read(written(tmp_path, f"some{kind}{compression}", data))
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_a_bomb_is_refused_before_much_of_it_is_in_memory(compression, tmp_path):
+    """One line of 300 MB in a few hundred kB: what is held is a line of the limit, not all of it."""
+    data = compressed(b"a" * (300 << 20), compression)
+    script = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, (600 << 20, 600 << 20))
+from loopscope.data.files import find_files
+from loopscope.errors import DataError
+try:
+    list(find_files({str(written(tmp_path, f"some.txt{compression}", data))!r}, "text")[0].documents())
+except DataError as error:
+    print(error)
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "line 1 is longer than 128 MB" in told.stdout, told.stderr
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe\.txt cannot be read: it is a pipe, not a regular file"):
+        read(tmp_path / "pipe.txt")

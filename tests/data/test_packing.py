@@ -132,11 +132,35 @@ def test_the_cache_is_where_the_caller_or_the_environment_says(tmp_path, monkeyp
     assert cache_folder() == Path.home() / ".cache" / "loopscope"
 
 
-def test_progress_counts_every_document_and_the_tokens_up_to_the_total(tmp_path):
+def test_progress_counts_every_document_and_the_tokens_up_to_the_total(tmp_path, monkeypatch):
+    monkeypatch.setattr("loopscope.data.packing.BATCH_CHARACTERS", 1)
     seen: list[tuple[int, int]] = []
     packed = pack(corpus_of(DOCUMENTS), "train", BYTES, cache=tmp_path, on_progress=lambda *now: seen.append(now))
     ends = np.cumsum([len(piece.encode()) for piece in joined(DOCUMENTS)]).tolist()
     assert seen == list(zip((1, 2, 3, 4), ends, strict=True)) and ends[-1] == len(packed)
+
+
+LONG = " ".join(f"word{n}'s  {n * n}\n\tline;" for n in range(60))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "word"])
+def test_a_long_document_is_tokenized_in_pieces_and_its_tokens_are_those_of_the_whole(kind, tmp_path, monkeypatch):
+    tokenizer = fit_tokenizer(kind, [LONG], 400)
+    whole = tokenizer.encode(LONG)
+    monkeypatch.setattr("loopscope.data.corpora.MOST_PIECE", 50)
+    lengths = [len(piece) for piece in joined([LONG])]
+    assert len(lengths) > 20 and max(lengths) <= 50
+    packed = packed_in(tmp_path, tokenizer, [LONG])
+    assert packed[:].tolist() == whole
+    assert (packed.num_documents, packed.num_bytes) == (1, len(LONG.encode()))
+
+
+@given(text=st.text(alphabet=" \n\t\x1cab\u3000.", max_size=200), most=st.integers(1, 20))
+def test_pieces_join_to_their_text_and_none_is_longer_than_the_limit(text, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loopscope.data.corpora.MOST_PIECE", most)
+        pieces = list(joined([text]))
+    assert "".join(pieces) == text and max(map(len, pieces)) <= most
 
 
 def _truncate(path: Path) -> None:

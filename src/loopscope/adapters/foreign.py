@@ -18,10 +18,13 @@ from torch import Tensor
 
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, RunError, UnsupportedError
+from loopscope.files import open_file, read_text
 from loopscope.protocol import LoopedModel
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+MOST_CONFIG_BYTES = 64 << 20
+"""Largest config.json or index that is read; the index of a model of 600 billion parameters has 9 MB."""
 Shape = tuple[int, ...]
 
 
@@ -125,8 +128,10 @@ class Weights:
 def read_json(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object."""
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, MOST_CONFIG_BYTES)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     if not text.strip():
         raise RunError(f"{path} is empty")
@@ -171,6 +176,8 @@ def _indexed(index: Path) -> list[Path]:
 
 def _open(path: Path) -> Any:
     try:
+        open_file(path).close()  # safetensors maps whatever it is given
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise RunError(f"{path} is not a readable .safetensors file: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"{path} is not a readable .safetensors file: {why}") from error

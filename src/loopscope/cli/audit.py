@@ -14,8 +14,10 @@ from tyro.conf import Positional
 from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
 from loopscope.cli.terminal import SCHEMA_VERSION, print_tables, print_text, progress, say, sparkline
 from loopscope.config import ObjectiveConfig
+from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError
 from loopscope.runs import write_atomically, write_json
+from loopscope.words import check_word
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -125,6 +127,8 @@ examples:
 
     def _audit(self, target: str) -> tuple[Audited, str]:
         """The audit of one target, left beside its run unless --out takes audit.json elsewhere; with its stage."""
+        check_word(target)
+        check_sources(self.data or ())
         from loopscope.targets import open_target
         from loopscope.verbs.audits import audit
 

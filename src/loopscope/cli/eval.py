@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tyro.conf import Positional
 
-from loopscope.cli.terminal import print_json, print_tables, say
+from loopscope.cli.terminal import print_json, print_tables, progress, say
 from loopscope.config import MOST_LOOPS
+from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from loopscope.words import check_word
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,6 +45,8 @@ class Eval:
 
     help: ClassVar[str] = """Cross-entropy, perplexity, bits per byte and norm at every depth, each token once.
 
+The scores of a run's newest checkpoint are also left in its eval.json, where reports find them.
+
 examples:
   loopscope eval runs/nano-per-loop-rmsnorm-s42 --depths 1..8
   loopscope eval downloads/Ouro-1.4B --data wiki/test.txt --depths 1..8
@@ -56,18 +60,29 @@ examples:
 
     def run(self) -> int:
         """Evaluate and print."""
+        check_word(self.target)
+        check_sources(self.data or ())
         from loopscope.verbs.evaluation import evaluate
 
-        result = evaluate(
-            self.target,
-            depths=None if self.depths is None else parse_depths(self.depths),
-            data=self.data,
-            tokenizer=self.tokenizer,
-            batch=self.batch,
-            length=self.length,
-            max_tokens=self.max_tokens,
-            say=say,
-        )
+        with progress(self.target) as advance:
+            result = evaluate(
+                self.target,
+                depths=None if self.depths is None else parse_depths(self.depths),
+                data=self.data,
+                tokenizer=self.tokenizer,
+                batch=self.batch,
+                length=self.length,
+                max_tokens=self.max_tokens,
+                say=say,
+                progress=advance,
+            )
+        try:
+            kept = result.keep()
+        except OSError as error:  # a folder that may only be read: what was measured is printed all the same
+            kept = None
+            say(f"eval.json is not written: {error.strerror}")
+        if kept is not None:
+            say(f"scores are in {kept}")
         if self.json:
             print_json(**result.to_json())
         else:

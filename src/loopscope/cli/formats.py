@@ -20,7 +20,7 @@ import yaml
 
 from loopscope.config import ModelConfig, ObjectiveConfig
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, EXIT_USAGE
-from loopscope.files import without_nan
+from loopscope.files import MOST_YAML_BYTES, parse_yaml, read_text, without_nan
 from loopscope.machine import own_version
 
 if TYPE_CHECKING:
@@ -156,7 +156,9 @@ def exit_code(audits: Sequence[Audited]) -> int:
 def line_of(path: Path, keys: Sequence[tuple[str, ...]]) -> int:
     """The line of the first of these settings, as ("model", "readout"), that a YAML file has; else its first line."""
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+        text = read_text(path, MOST_YAML_BYTES)
+        parse_yaml(text)  # refuses what would take without end
+        root = yaml.compose(text, yaml.SafeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return 1
     lines = [line for line in (_line_in(root, key) for key in keys) if line is not None]

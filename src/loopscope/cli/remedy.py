@@ -11,7 +11,9 @@ from tyro.conf import Positional
 from loopscope.cli.audit import print_audit
 from loopscope.cli.live import watching
 from loopscope.cli.terminal import print_json, print_tables, print_text, say
+from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from loopscope.words import check_word
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,6 +60,8 @@ examples:
 
     def run(self) -> int:
         """Audit and measure, fix, audit and measure again; exit code 1 unless it is fixed and nothing got worse."""
+        check_word(self.target)
+        check_sources(self.data or ())
         from loopscope.verbs.remedies import remedy
 
         result = remedy(

@@ -13,8 +13,10 @@ from loopscope.cli.configured import Configured
 from loopscope.cli.live import watching
 from loopscope.cli.terminal import print_json, print_text, say
 from loopscope.config import Config, ModelConfig
+from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from loopscope.presets import PRESETS, preset
+from loopscope.words import check_word
 
 if TYPE_CHECKING:
     from loopscope.targets import Opened
@@ -54,6 +56,10 @@ examples:
 
     def run(self) -> int:
         """Train, and say how it ended."""
+        for word in (self.target, self.init_from):
+            if word is not None:
+                check_word(word)
+        check_sources((*self.data.data, *(self.data.valid or ())))
         from loopscope.training.distributed import is_first_process
 
         weights: str | Opened | None = self.init_from

@@ -31,6 +31,8 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 SEPARATOR = "\n\n"
 """Documents are joined with a blank line."""
+MOST_PIECE = 1 << 20
+"""Characters that a tokenizer is given at once."""
 MIN_CHARACTERS = 80
 """Shorter documents of the built-in corpus are mostly signatures."""
 BUILTIN_FORMAT = 1
@@ -71,7 +73,26 @@ def joined(documents: Iterable[str]) -> Iterator[str]:
     tokens of the pieces are the tokens of the joined text. A blank line by itself would be other tokens.
     """
     for number, document in enumerate(documents):
-        yield SEPARATOR + document if number else document
+        yield from pieces_of(SEPARATOR + document if number else document)
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """A text in pieces of at most MOST_PIECE characters, all but the first opening with white space.
+
+    A tokenizer holds some eighty bytes for each character it is given at once. Where so many characters hold no white
+    space, they are cut where they come, and the tokens at the cut may differ from those of the whole text.
+    """
+    start = 0
+    while len(text) - start > MOST_PIECE:
+        end = start + MOST_PIECE
+        cut = max(text.rfind(blank, start + 1, end) for blank in (" ", "\n", "\t"))
+        while cut > start + 1 and text[cut - 1].isspace():
+            cut -= 1
+        if cut > start and not text[cut - 1].isspace():
+            end = cut
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def open_corpus(config: DataConfig) -> Corpus:

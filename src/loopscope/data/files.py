@@ -1,6 +1,8 @@
 """Documents in files: .txt, .jsonl and .parquet, each plain, .gz or .zst, read one document at a time.
 
 A line of a .txt file is a document, as a record of the others is. Text whose line breaks matter belongs in the others.
+
+A document is held in memory, a file never is: what one document, and one compressed file, may come to is bounded.
 """
 
 from __future__ import annotations
@@ -14,18 +16,25 @@ import json
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from loopscope.errors import DataError, UnsupportedError
+from loopscope.files import in_bytes, open_file
 
 KINDS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
 CHUNK = 1 << 17
 """Compressed bytes read at once."""
+ZSTD_STEP = 1 << 10
+"""Compressed bytes unpacked at once: a block of four bytes may stand for 128 kB, so this many for 32 MB at most."""
+MOST_DOCUMENT_BYTES = 128 << 20
+"""Longest line or document; the longest that are in use, whole encyclopedias in one line, have 100 MB."""
+MOST_TIMES, ALWAYS_ALLOWED = 100, 1 << 30
+"""A compressed file may unpack to so many times its size, and always to 1 GB: text packs 3 to 10 times, bombs 1,000."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,10 @@ class TextFile:
 
     def _lines(self) -> Iterator[tuple[int, str]]:
         with self._open() as stream:
-            for number, raw in enumerate(stream, 1):
+            lines = iter(lambda: stream.readline(MOST_DOCUMENT_BYTES + 1), b"")
+            for number, raw in enumerate(lines, 1):
+                if len(raw) > MOST_DOCUMENT_BYTES:
+                    raise _too_long(f"{self.path}, line {number}")
                 try:
                     yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -77,8 +89,11 @@ class TextFile:
             return ""
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"{self.path}, line {number}: not JSON ({error})") from None
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # ValueError: also a whole number of more digits than Python reads
+            raise DataError(f"{self.path}, line {number}: not JSON ({first_line(error)})") from None
         if not isinstance(record, dict):
             kind = type(record).__name__
             raise DataError(f"{self.path}, line {number}: a record is a JSON object, this is a {kind}")
@@ -101,12 +116,13 @@ class TextFile:
         if self.text_field not in names:
             raise _no_field(self.text_field, names, str(self.path))
 
-    def _open(self) -> io.BufferedIOBase:
-        if self.compression == ".gz":
-            return gzip.open(self.path, "rb")
-        if self.compression == ".zst":
-            return io.BufferedReader(_ZstdReader(self.path.open("rb")), CHUNK)
-        return self.path.open("rb")
+    def _open(self) -> IO[bytes]:
+        file = open_file(self.path)
+        if not self.compression:
+            return file
+        unpacked: Any = gzip.GzipFile(fileobj=file) if self.compression == ".gz" else _ZstdReader(file)
+        most = max(ALWAYS_ALLOWED, MOST_TIMES * self.stamp[0])
+        return io.BufferedReader(_Bounded(self.path, unpacked, file, most), CHUNK)
 
     def _seekable(self) -> Any:
         """Parquet is read from its end: a compressed one is first unpacked, on disk, not in memory."""
@@ -119,20 +135,44 @@ class TextFile:
         return unpacked
 
 
+def check_sources(names: Iterable[str]) -> None:
+    """Refuse sources that name no file that can be read, without reading any; no torch is needed for that."""
+    for name in names:
+        if name != "builtin" and not name.startswith("hf:"):
+            for path in _named_paths(name):
+                with _told(path):
+                    open_file(path).close()
+
+
 def find_files(pattern: str, text_field: str) -> list[TextFile]:
     """The files a path or glob names, in the order of their names."""
+    return [_text_file(path, text_field) for path in _named_paths(pattern)]
+
+
+def _named_paths(pattern: str) -> list[Path]:
+    """The files a path or glob names, all of a kind that can be read."""
     path = Path(pattern).expanduser()
     if path.is_dir():
         raise DataError(f"{pattern} is a folder; name its files, for instance '{pattern}/*.txt'")
     if path.exists():
-        return [_text_file(path, text_field)]
-    if not glob.has_magic(pattern):
+        found = [path]
+    elif glob.has_magic(pattern):
+        names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207, Path.glob takes no absolute pattern
+        found = [match for match in map(Path, names) if match.is_file()]
+        if not found:
+            raise DataError(f"no file matches {pattern}")
+    else:
         raise DataError(f"no such file: {pattern}; a source is builtin, a file or glob, or hf:DATASET[:CONFIG]")
-    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207, Path.glob takes no absolute pattern
-    found = [match for match in map(Path, names) if match.is_file()]
-    if not found:
-        raise DataError(f"no file matches {pattern}")
-    return [_text_file(match, text_field) for match in found]
+    for match in found:
+        if _kind_of(match)[0] not in KINDS:
+            raise DataError(f"{match}: only {', '.join(KINDS)} can be read, each also with .gz or .zst added")
+    return found
+
+
+def _kind_of(path: Path) -> tuple[str, str]:
+    """What the name says: the kind of file, and how it is compressed."""
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    return path.with_suffix("").suffix if compression else path.suffix, compression
 
 
 def text_of(record: dict[str, Any], field: str, place: str) -> str:
@@ -145,7 +185,8 @@ def text_of(record: dict[str, Any], field: str, place: str) -> str:
     if not isinstance(text, str):
         raise DataError(f"{place}: the field {field!r} holds a {type(text).__name__}, not text")
     try:
-        text.encode()
+        if len(text.encode()) > MOST_DOCUMENT_BYTES:
+            raise _too_long(place)
     except UnicodeEncodeError as error:
         raise DataError(f"{place}: character {error.start + 1} is half of a surrogate pair, not text") from None
     return text
@@ -164,6 +205,32 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+class _Bounded(io.RawIOBase):
+    """Unpacked bytes of a compressed file, and the sentence that ends them where they are more than text comes to."""
+
+    def __init__(self, path: Path, unpacked: Any, file: IO[bytes], most: int) -> None:
+        self._path, self._unpacked, self._file, self._most = path, unpacked, file, most
+        self._count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._unpacked.readinto(buffer)
+        self._count += count
+        if self._count > self._most:
+            raise DataError(
+                f"{self._path} unpacks to more than {in_bytes(self._most)}, which is more than text does; "
+                "unpack it first if it is to be read"
+            )
+        return int(count)
+
+    def close(self) -> None:
+        self._unpacked.close()
+        self._file.close()
+        super().close()
+
+
 class _ZstdReader(io.RawIOBase):
     """Decompressed bytes of a .zst file; unlike zstandard's own reader it notices a file that ends too soon."""
 
@@ -178,17 +245,13 @@ class _ZstdReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._waiting:
-            chunk = self._file.read(CHUNK)
+            chunk = self._file.read(ZSTD_STEP)
             if not chunk:
                 return self._end()
             self._waiting = memoryview(self._decompressed(chunk))
         count = min(len(buffer), len(self._waiting))
         buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
         return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
     def _decompressed(self, chunk: bytes) -> bytes:
         parts = []
@@ -211,24 +274,26 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _text_file(path: Path, text_field: str) -> TextFile:
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    kind = path.with_suffix("").suffix if compression else path.suffix
-    if kind not in KINDS:
-        raise DataError(f"{path}: only {', '.join(KINDS)} can be read, each also with .gz or .zst added")
+    kind, compression = _kind_of(path)
     if compression == ".zst":
         needed("zstandard", "reading .zst")
-    with _told(path):
+    with _told(path), open_file(path) as file:
         stamp = _stamp(path)
         if not stamp[0]:
             raise DataError(f"{path} is empty")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     return TextFile(path, kind, compression, text_field, digest, stamp)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
+
+
+def _too_long(place: str) -> DataError:
+    return DataError(
+        f"{place} is longer than {in_bytes(MOST_DOCUMENT_BYTES)}, the longest document; cut it into several"
+    )
 
 
 def _no_field(field: str, names: list[str], place: str) -> DataError:

@@ -27,6 +27,7 @@ import numpy as np
 from loopscope.data.corpora import Corpus, Split, joined
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import DataError
+from loopscope.files import MOST_JSON_BYTES, open_file, read_text
 from loopscope.machine import cache_folder
 from loopscope.runs import sync_folder
 
@@ -41,7 +42,7 @@ MANIFEST_FILE = "manifest.json"
 EXCEPTION = np.dtype("<i8")
 
 OnProgress = Callable[[int, int], None]
-"""Called after each document with the documents and tokens packed so far."""
+"""Called after each batch of BATCH_CHARACTERS with the documents and tokens packed so far."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,10 +132,10 @@ def _key(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> str:
 def _intact(folder: Path) -> PackedTokens | None:
     """The packed tokens in a folder; None when there are none, or when a file is not as its checksum says."""
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = json.loads(read_text(folder / MANIFEST_FILE, MOST_JSON_BYTES))
         files = [*manifest["shards"], manifest["token_bytes"], manifest["byte_exceptions"]]
         intact = all(_digest(folder / entry["file"]) == entry["sha256"] for entry in files)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return PackedTokens(folder, manifest) if intact else None
 
@@ -159,10 +160,16 @@ def _build(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_
 
 def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_progress: OnProgress) -> dict[str, Any]:
     with _Writer(folder, tokenizer.vocab_size) as writer:
-        for texts in _batches(joined(corpus.documents[split])):
+
+        def counted() -> Iterator[str]:
+            for document in corpus.documents[split]:
+                writer.documents += 1
+                yield document
+
+        for texts in _batches(joined(counted())):
             for ids_N, bytes_N in tokenizer.encode_counted(texts):
                 writer.add(ids_N, bytes_N)
-                on_progress(writer.documents, writer.tokens)
+            on_progress(writer.documents, writer.tokens)
     if not writer.tokens:
         remedy = "; name some with --valid" if split == "valid" else ""
         raise DataError(f"{corpus.name} has no documents in its {split} split{remedy}")
@@ -205,9 +212,8 @@ class _Writer:
             file.close()
 
     def add(self, ids_N: np.ndarray, bytes_N: np.ndarray) -> None:
-        """Append one document."""
+        """Append a document, or a piece of one."""
         self._add_bytes(ids_N, bytes_N)
-        self.documents += 1
         self.bytes += int(bytes_N.sum())
         while len(ids_N):
             room = SHARD_TOKENS - self.tokens % SHARD_TOKENS
@@ -290,7 +296,7 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from loopscope.data.packing import PackedTokens, pack
 from loopscope.data.tokenizers import MANIFEST_FILE, Tokenizer, check_vocabulary, fit_tokenizer, load_tokenizer
 
 Say = Callable[[str], None]
-REPORT_EVERY = 10_000
-"""Documents between two lines of progress while packing."""
+REPORT_SECONDS = 5.0
+"""Between two lines of progress while packing: nobody should wait longer for a sign of life."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,12 @@ def prepare(config: Config, tokenizer_folder: Path, say: Say) -> Prepared:
 
 def pack_split(corpus: Corpus, split: Split, tokenizer: Tokenizer, say: Say) -> PackedTokens:
     """The packed tokens of a split, telling about progress where it takes long."""
+    told = time.monotonic()
 
     def on_progress(documents: int, tokens: int) -> None:
-        if documents % REPORT_EVERY == 0:
+        nonlocal told
+        if time.monotonic() - told >= REPORT_SECONDS:
+            told = time.monotonic()
             say(f"packing {split}: {documents:,} documents, {tokens:,} tokens")
 
     return pack(corpus, split, tokenizer, on_progress=on_progress)

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 from loopscope.data.corpora import joined
 from loopscope.data.files import first_line
 from loopscope.errors import ConfigError, DataError, suggest
+from loopscope.files import MOST_JSON_BYTES, read_text
 
 NUM_BYTES = 256
 PAD, UNKNOWN = "<pad>", "<unk>"
@@ -33,6 +34,8 @@ MIN_FREQUENCY = 2
 """Rarer words are unknown (the paper)."""
 KINDS = ("bytes", "bpe", "word")
 SCHEMA_VERSION = 1
+MOST_TOKENIZER_BYTES = 256 << 20
+"""Largest tokenizer.json that is read; those of 260,000 tokens have 35 MB."""
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "tokenizer-manifest.json"
 
 
@@ -179,7 +182,7 @@ def train_word(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Somebody's tokenizer.json."""
     try:
-        tokenizer = Tokenizer("file", path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer("file", read_text(path, MOST_TOKENIZER_BYTES))
         _ = tokenizer.backend, tokenizer.vocab_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
@@ -193,9 +196,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer = read_tokenizer(folder / TOKENIZER_FILE)
     path = folder / MANIFEST_FILE
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version, kind, digest = manifest["schema_version"], manifest["kind"], manifest["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = json.loads(read_text(path, MOST_JSON_BYTES))
+        version, kind, digest = manifest["schema_version"], str(manifest["kind"]), manifest["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is missing or damaged: {first_line(error)}") from None
     if version != SCHEMA_VERSION:
         raise DataError(f"{path} has schema_version {version}; this loopscope reads {SCHEMA_VERSION}")

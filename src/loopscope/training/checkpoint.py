@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,12 +34,22 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from loopscope.errors import RunError
-from loopscope.files import without_nan
+from loopscope.files import NULL, NUMBER, Form, Problems, first_misfit, open_file, read_json, without_nan
 from loopscope.runs import folder_written_whole
 from loopscope.training.distributed import Ranks
 from loopscope.training.optimizers import Optimizers
 
 FORMAT = 1
+STATE_FORM: Form = {"step": int, "sharded": bool}
+"""What every state.json has."""
+RESUMED_FORM: Form = {
+    "penalty_on": bool,
+    "best_ce": (*NUMBER, NULL),
+    "best_step": (int, NULL),
+    "guard": {"recent": [NUMBER], "bad_in_a_row": int, "rollbacks": int},
+    "monitor": {"start": (*NUMBER, NULL), "since": (int, NULL), "recent": [[NUMBER]], "raised": [str]},
+}
+"""What it also has where a run is to go on from it."""
 MODEL, OPTIMIZER = "model/", "optimizer/"
 """Prefixes of the two kinds of tensors in a sharded checkpoint."""
 
@@ -56,10 +66,20 @@ class Checkpoint:
         """Steps that had been made."""
         return int(self.state["step"])
 
+    def check_resumable(self) -> None:
+        """Refuse a state that a run cannot go on from, before anything is taken from it."""
+        if (place := first_misfit(self.state, RESUMED_FORM)) is not None:
+            raise RunError(f"checkpoint {self.path} is damaged: {place} in state.json is missing or of the wrong kind")
+
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers, whole, whatever the number of ranks that wrote them."""
+        with _told(self.path):
+            return self._model_tensors()
+
+    def _model_tensors(self) -> dict[str, Tensor]:
         if not self.state["sharded"]:
             return load_file(self.path / "model.safetensors")
+        _check_headers(self.path)
         reader = HuggingFaceStorageReader(str(self.path))
         sizes = reader.read_metadata().state_dict_metadata
         whole = {name: _empty(meta) for name, meta in sizes.items() if name.startswith(MODEL)}
@@ -68,10 +88,15 @@ class Checkpoint:
 
     def restore_tensors(self, model: nn.Module, optimizers: Optimizers) -> None:
         """Put parameters, buffers and optimiser state into a model that may be sharded over any number of ranks."""
+        with _told(self.path):
+            self._restore_tensors(model, optimizers)
+
+    def _restore_tensors(self, model: nn.Module, optimizers: Optimizers) -> None:
         if not self.state["sharded"]:
-            load_model_tensors(model, self.model_tensors(), self.path)
+            load_model_tensors(model, self._model_tensors(), self.path)
             load_optimizer_tensors(model, optimizers, load_file(self.path / "optimizer.safetensors"))
             return
+        _check_headers(self.path)
         reader = HuggingFaceStorageReader(str(self.path))
         parameters = dict(model.named_parameters())
         slots = {
@@ -141,17 +166,46 @@ def _failures_of_the_disk(path: Path) -> Iterator[None]:
 
 def load(path: Path) -> Checkpoint:
     """Open a checkpoint after checking it; anything wrong is a RunError that names the file."""
-    try:
-        sums = json.loads((path / "checksums.json").read_text())
-        for name, expected in sums.items():
+    sums = _read_object(path / "checksums.json")
+    for name, expected in sums.items():
+        if Path(name).name != name:
+            raise RunError(f"checkpoint {path} is damaged: checksums.json names {name!r}, which is not a file of it")
+        with _told(path):
             if _sha256(path / name) != expected:
                 raise RunError(f"checkpoint {path} is damaged: {name} does not match its checksum")
-        state = json.loads((path / "state.json").read_text())
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
-        raise RunError(f"checkpoint {path} cannot be read: {error}") from error
+    state = _read_object(path / "state.json")
     if state.get("format") != FORMAT:
         raise RunError(f"checkpoint {path} has format {state.get('format')}; this loopscope reads {FORMAT}")
+    if (place := first_misfit(state, STATE_FORM)) is not None:
+        raise RunError(f"checkpoint {path} is damaged: {place} in state.json is missing or of the wrong kind")
     return Checkpoint(path, state)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that a checkpoint cannot do without."""
+    problems: Problems = {}
+    found = read_json(path, problems)
+    if found is None:
+        why = problems.get(path.name, "is missing").removesuffix(" and is left out")
+        raise RunError(f"checkpoint {path.parent} cannot be read: {path.name} {why}")
+    return found
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What can go wrong with the tensors of a checkpoint, as one sentence; a right checksum may be forged."""
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise RunError(f"checkpoint {path} is damaged or incomplete: {reason}") from error
+
+
+def _check_headers(path: Path) -> None:
+    """Refuse shards whose headers are not what safetensors allows: torch's reader takes any length on trust."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt"):
+            pass
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
@@ -253,5 +307,5 @@ def _like_its_parameter(parameters: dict[str, nn.Parameter], name: str, meta: An
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,7 @@ import torch
 
 from loopscope.config import Config
 from loopscope.errors import ConfigError
-from loopscope.machine import Choice
+from loopscope.machine import Choice, memory_bytes
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.cross_entropy import choose_chunk_rows
 from loopscope.training.activations import FLOAT32, Kernels, SavedTensors, kernels_of
@@ -26,6 +26,9 @@ from loopscope.training.flops import (
     sampled_depths,
 )
 from loopscope.training.optimizers import split_parameters
+
+MOST_OF_MEMORY = 1.5
+"""A plan above so many times the device's memory is refused: no moment of a step holds all that a plan counts."""
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
@@ -103,6 +106,14 @@ def plan_memory(config: Config, *, devices: int = 1, device_type: str = "cpu", m
         loss_gradients=_loss_gradient_bytes(config, batch),
         loss_workspace=_loss_workspace_bytes(config, kernels, batch, device_type),
     )
+
+
+def check_memory(config: Config, *, devices: int, device_type: str) -> None:
+    """Refuse a step that a device cannot hold, before any of it is allocated."""
+    room, needed = memory_bytes(device_type), plan_memory(config, devices=devices, device_type=device_type).total
+    if room is not None and needed > MOST_OF_MEMORY * room:
+        why = f"a step takes about {needed / 2**30:,.0f} GB, and this {device_type} device has {room / 2**30:,.0f} GB; "
+        raise ConfigError.of("batch", config.training.batch, f"{why}take fewer sequences or --accumulate more")
 
 
 def activation_bytes(config: Config, kernels: Kernels, batch: MicroBatch, model: LoopedLM) -> tuple[int, int]:

@@ -304,6 +304,7 @@ class Trainer:
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         """Go on exactly where a checkpoint was written."""
+        found.check_resumable()
         found.restore_tensors(self.model, self.optimizers)
         state = found.state
         self.progress = Progress(state["step"], state["penalty_on"], state["best_ce"], state["best_step"])

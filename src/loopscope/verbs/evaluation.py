@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from loopscope.config import MOST_LOOPS
 from loopscope.data.packing import PackedTokens
 from loopscope.data.stream import covered_bytes, evaluation_batches
 from loopscope.errors import ConfigError
+from loopscope.files import read_as
 from loopscope.protocol import LoopedModel, run_loops
-from loopscope.scores import Split
+from loopscope.runs import write_json
+from loopscope.scores import Evaluation, Split
 from loopscope.targets import Batch, Opened, open_target
 from loopscope.training.scores import evaluate_depths, score_batch
 from loopscope.training.session import set_up
@@ -25,6 +27,7 @@ from loopscope.verbs.text import Say, tokens_for, with_tokenizer
 
 BATCH = 16
 """Sequences evaluated at a time."""
+OnProgress = Callable[[str, float], None]
 TIMED_ROUNDS = 7
 """Batches per depth whose median time gives the throughput."""
 
@@ -35,6 +38,37 @@ class EvaluationResult:
 
     opened: Opened
     scores: Split
+    """Of the depths that were asked for."""
+    measured: Split
+    """Of all depths up to the deepest of those."""
+    text: str
+    """What was read: "valid" for the target's validation split, else the sources that were named."""
+
+    def keep(self) -> Path | None:
+        """Leave the scores in the eval.json of the run, beside those of other texts and depths; where, or None.
+
+        Only what a run folder stands at is kept there, and the eval.json of a grid's row is the grid's own. Reports
+        compare runs by the first text in it, so it begins with validation text, down to the trained depth.
+        """
+        run, tokenizer = self.opened.run, self.opened.tokenizer
+        if run is None or tokenizer is None or not self.opened.is_newest or (run.path / "row.json").exists():
+            return None
+        path = run.path / "eval.json"
+        before = read_as(path, Evaluation.from_json, {})
+        splits = before.splits if before is not None and before.step == self.opened.step else {}
+        splits = {**splits, self.text: self.measured.joined(splits.get(self.text))}
+        if "valid" not in splits or splits["valid"].at(self.opened.model.num_loops) is None:
+            return None
+        evaluation = Evaluation(
+            step=self.opened.step,
+            tokenizer=tokenizer.kind,
+            num_loops=self.opened.model.num_loops,
+            splits=splits,
+            threads=torch.get_num_threads(),
+            device=set_up().device,
+        )
+        write_json(path, evaluation.to_json())
+        return path
 
     def to_json(self) -> dict[str, Any]:
         """Target, step, tokenizer, tokens and bytes of the text, and a row for every depth."""
@@ -57,8 +91,12 @@ def evaluate(
     length: int | None = None,
     max_tokens: int | None = None,
     say: Say = lambda text: None,
+    progress: OnProgress = lambda what, share: None,
 ) -> EvaluationResult:
-    """Scores after each of `depths` loops (by default 1 to the trained depth) on `data` or the target's own text."""
+    """Scores after each of `depths` loops (by default 1 to the trained depth) on `data` or the target's own text.
+
+    `progress` is called after each batch with what is going on and the share of the tokens that is done.
+    """
     opened = with_tokenizer(open_target(target), tokenizer)
     depths = list(range(1, opened.model.num_loops + 1)) if depths is None else list(depths)
     if not depths or min(depths) < 1 or max(depths) > MOST_LOOPS:
@@ -67,10 +105,11 @@ def evaluate(
     if data is None and opened.tokenizer is None and opened.batches is not None:
         scores = _depth_scores(opened.model, _pairs(opened.batches), max(depths))
     else:
+        tokens = tokens_for(opened, data, say)
         scores = score_tokens(
-            opened.model, tokens_for(opened, data, say), max(depths), length, batch=batch, max_tokens=max_tokens
+            opened.model, tokens, max(depths), length, batch=batch, max_tokens=max_tokens, progress=progress
         )
-    return EvaluationResult(opened, scores.of(depths))
+    return EvaluationResult(opened, scores.of(depths), scores, "valid" if data is None else ", ".join(data))
 
 
 def score_tokens(
@@ -81,9 +120,19 @@ def score_tokens(
     *,
     batch: int = BATCH,
     max_tokens: int | None = None,
+    progress: OnProgress = lambda what, share: None,
 ) -> Split:
     """Scores of packed text after each of `num_loops` loops."""
-    batches = evaluation_batches(tokens, length, batch, max_tokens)
+    count = min(len(tokens) - 1, max_tokens or len(tokens))
+
+    def followed() -> Iterator[tuple[Tensor, Tensor]]:
+        done = 0
+        for ids_BT, targets_BT in evaluation_batches(tokens, length, batch, max_tokens):
+            yield ids_BT, targets_BT
+            done = min(done + ids_BT.numel(), count)
+            progress(f"{done:,} of {count:,} tokens", done / count)
+
+    batches = followed()
     return _depth_scores(model, batches, num_loops).with_bytes(covered_bytes(tokens, max_tokens))
 
 

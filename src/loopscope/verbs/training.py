@@ -19,6 +19,7 @@ from loopscope.config import Config, ModelConfig, TargetConfig
 from loopscope.data.preparation import Prepared, prepare
 from loopscope.data.stream import TrainingStream, evaluation_batches
 from loopscope.errors import ConfigError, ProtocolError, RunError
+from loopscope.files import NULL, NUMBER, Form, first_misfit
 from loopscope.model.looped_lm import GatedLoopedLM, LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import SharedCore
@@ -26,6 +27,7 @@ from loopscope.runs import RunFolder
 from loopscope.targets import Opened, open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, join
+from loopscope.training.plan import check_memory
 from loopscope.training.session import Setup, check_resume, continue_data, find_checkpoint, manifest, set_up
 from loopscope.training.trackers import make_trackers
 from loopscope.training.trainer import Outcome, Trainer
@@ -101,6 +103,8 @@ def train_in(
     watching: Watching = lambda trainer: nullcontext(),
 ) -> TrainingResult:
     """`train` for whoever holds the run folder's lock and has joined the ranks."""
+    if isinstance(config.model, ModelConfig):
+        check_memory(config, devices=ranks.world_size, device_type=setup.device)
     if ranks.is_first and run.config_path.exists():
         check_resume(run, config)
     found = find_checkpoint(run, resume, say)
@@ -240,19 +244,9 @@ def _start(
 
 def _result(run: RunFolder, trainer: Trainer, outcome: Outcome) -> TrainingResult:
     rows = run.read_metrics()
-    event = _last(rows, "event")
-    said = None if event is None else str(event.get("message"))
-    return TrainingResult(
-        run,
-        outcome,
-        trainer.progress.step,
-        _last(rows, "eval"),
-        said,
-        trainer.config.model.num_loops,
-        trainer.was_signalled,
-    )
-
-
-def _last(rows: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
-    """The last row of metrics of one kind."""
-    return next((row for row in reversed(rows) if row.get("kind") == kind), None)
+    form: Form = {"step": int, "ce": [(*NUMBER, NULL)], "norm": [(*NUMBER, NULL)]}
+    evaluations = (row for row in reversed(rows) if row.get("kind") == "eval")
+    scores = next((row for row in evaluations if first_misfit(row, form) is None), None)
+    event = next((str(row.get("message")) for row in reversed(rows) if row.get("kind") == "event"), None)
+    num_loops = trainer.config.model.num_loops
+    return TrainingResult(run, outcome, trainer.progress.step, scores, event, num_loops, trainer.was_signalled)
