@@ -267,6 +267,7 @@ class _Question:
         self.w_W, self.h_D = window.vector(k), window.h_D(k)
         self.units_X = lengths(window, k)
         self.units_W = window.layout(k).repeated(self.units_X)
+        self.channels_W = window.layout(k).repeated(search.channels[k])
         self.disputed: tuple[str, ...] = ()
         self._corrections: tuple[Tensor, list[Tensor]] | None = None
         columns = window.layout(k).columns()
@@ -404,20 +405,22 @@ class _Question:
     def _undamped(self, carried: list[Tensor], rest: Tensor) -> Tensor:
         """Directions whose image shrinks by less than 5 % a loop from the first loop on; at it, if it is alone.
 
-        In units of each channel's rms: a loop that turns a direction into smaller channels does not damp it.
+        Damped is what shrinks both in length and in units of each channel's rms: a loop that turns a direction into
+        smaller channels does not damp it, and one that moves channels on does not either.
         """
         loops = min(LATER_LOOPS, len(carried))
         if loops == 1:
             return self._kept(carried[0].T, rest, DAMPED)
-        first_WC, last_WC = (
-            (self.units_W / self._channels(self.k + 1 + index))[:, None] * carried[index].T @ rest
-            for index in (0, loops - 1)
-        )
-        _, triangle = torch.linalg.qr(first_WC)
-        back = torch.linalg.inv(triangle)
-        _, gains, right = torch.linalg.svd(last_WC @ back, full_matrices=False)
-        damped = _orthonormal(back @ right.T[:, gains < DAMPED ** (loops - 1)])
-        return rest @ _complement(damped)
+        damped = rest
+        for weights_W1 in (torch.ones_like(self.units_W)[:, None], (self.units_W / self.channels_W)[:, None]):
+            if damped.shape[1] == 0:
+                break
+            first_WC, last_WC = (weights_W1 * carried[index].T @ damped for index in (0, loops - 1))
+            _, triangle = torch.linalg.qr(first_WC)
+            back = torch.linalg.inv(triangle)
+            _, gains, right = torch.linalg.svd(last_WC @ back, full_matrices=False)
+            damped = _orthonormal(damped @ back @ right.T[:, gains < DAMPED ** (loops - 1)])
+        return rest @ _complement(rest.T @ damped)
 
     def _reachable(self, basis_XC: Tensor, rest: Tensor) -> Tensor:
         """Directions within `REACH` of what the loop that wrote this state can write."""
@@ -496,7 +499,7 @@ class _Question:
         gone: list[Tensor] = []
         for there in (j for j in self.search.supervised if j > self.k):
             if window.tokens > 1:
-                own_CW = rows_CW / self._channels(here)
+                own_CW = rows_CW / self.channels_W
                 last_CX = own_CW[:, window.layout(here).block(window.tokens - 1)[: window.layout(here).token_width]]
                 leaving, staying = _split(last_CX @ last_CX.T - 0.5 * own_CW @ own_CW.T)
                 gone.append(rest @ leaving)
@@ -507,30 +510,18 @@ class _Question:
                 images_CW = rest.T @ carried[there - here - 1] * self.units_W
             else:
                 (images_CW,) = push(partial(self._arrive, here=here, there=there), window.vector(here), rows_CW)
-            v_CW, u_CW = rows_CW / self._channels(here), images_CW.double() / self._channels(there)
+            v_CW, u_CW = rows_CW / self.channels_W, images_CW.double() / self.channels_W
             a_CW = self._hidden_part(u_CW, there)
             b_CW = u_CW - a_CW
             hidden_CC, shown_CC, before_CC = (each @ each.T for each in (a_CW, b_CW, v_CW))
             kept, _ = _split(hidden_CC - shown_CC)
             still, _ = _split(kept.T @ (hidden_CC - STILL_THERE * before_CC) @ kept)
             kept = kept @ still
-            rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self._channels(there)), there
+            rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self.channels_W), there
         return _orthonormal(torch.cat([*gone, rest], dim=1))
 
     def _arrive(self, w_RW: Tensor, here: int, there: int) -> list[Tensor]:
         return [self.window.loops(w_RW, here, there - here)[-1]]
-
-    def _channels(self, k: int) -> Tensor:
-        """Root mean square of every channel of the joint state after loop k, as if no tensor had grown since this loop.
-
-        A loop may move channels, so those of where a direction arrives count; but a state that grows is not a direction
-        that shrinks.
-        """
-        sizes, layout = self.search.channels, self.window.layout(k)
-        here_X, there_X = sizes[self.k], sizes[min(k, max(sizes))].clone()  # a loop that is run again moves as it did
-        for where in layout.columns().values():
-            there_X[where] *= here_X[where].norm() / there_X[where].norm()
-        return layout.repeated(there_X)
 
     def _hidden_part(self, u_CW: Tensor, k: int) -> Tensor:
         """What the exits at loop k hide of directions of the joint state, in units of each channel's rms."""
@@ -542,7 +533,7 @@ class _Question:
         for token in (0, *asked):
             block = layout.block(token)
             basis_XH = self.hidden(k, token).basis_XH * lengths(window, k, token)[:, None]
-            basis_XH = basis_XH / self._channels(k)[block][:, None]
+            basis_XH = basis_XH / self.channels_W[block][:, None]
             if token:  # what has no token is asked of the audited one
                 block, basis_XH = block[: layout.token_width], basis_XH[: layout.token_width]
             basis_XH = _orthonormal(basis_XH)

@@ -315,7 +315,7 @@ def _search(
         run.model,
         objections.mean_weights(),
         [(term, objections.reference(term)) for term in run.terms],
-        channels=channel_sizes(states, carried, range(1, min(run.supervised[-1] + LATER_LOOPS + 1, len(states)))),
+        channels=channel_sizes(states, carried, audited_loops(run.supervised)),
         matrix_free=options.matrix_free(width),
         seed=options.seed,
         runnable=run.runnable,
