@@ -281,7 +281,7 @@ def test_a_finished_run_names_the_commands_that_come_next(train, tmp_path):
 def test_a_blind_spot_stops_the_run_with_exit_code_1_and_says_why(train):
     code, out, _ = train("--steps", "200", "--on-blind-spot", "stop", "--lr", "0.1", "--eval-every", "200")
     assert code == 1
-    assert "stopped at step" in out and "no loss sees the scale. Remedy: --norm-penalty 0.01" in out
+    assert "stopped at step" in out and "No loss sees the scale: " in out and "Remedy: --norm-penalty 0.01" in out
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(text, tmp_path):

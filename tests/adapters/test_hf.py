@@ -200,8 +200,10 @@ def test_without_other_text_the_built_in_one_is_read(ouro, tmp_path, monkeypatch
     assert opened.run is None
 
 
-def test_text_without_a_tokenizer_is_refused(audit, ouro):
-    code, _, err = audit(ouro, "--data", "text.txt")
+def test_text_without_a_tokenizer_is_refused(audit, ouro, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    code, _, err = audit(ouro, "--data", str(text))
     assert code == 2 and "--data" in err and "no tokenizer.json" in err
 
 

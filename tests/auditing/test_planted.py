@@ -15,23 +15,16 @@ import planted
 from cases import plain
 
 TESTED = """
-rmsnorm; rmsnorm in 4 groups; rmsnorm tiny state, eps; rmsnorm trained; alpha 0.01; alpha 0.1; leak of 0.99
-layernorm, rmsnorm blocks; layernorm, layernorm blocks; raw; raw trained; tiny state, softcapped; damped injection
-3 unread before norm; 3 unread after norm; 3 unread, rolled; lost subspace, raw; low-rank head; write-only channels
-erased unread, rmsnorm, strong; 8 unread, 3 erased, strong; leaky unread, strong; vocabulary of 2; vocabulary of 24
-1 of 32 leak 1e-4; 17 of 32 leak 1e-4; 16 of 32 leak 0.1; ouro-like; parcae-like; norm closes loop, raw
+rmsnorm; rmsnorm in 4 groups; rmsnorm tiny state, eps; alpha 0.01; layernorm, rmsnorm blocks; raw; damped injection
+3 unread before norm; 3 unread, rolled; lost subspace, raw; write-only channels; 8 unread, 3 erased, strong
+leaky unread, strong; undamped unread channels; vocabulary of 2; 17 of 32 leak 1e-4; 16 of 32 leak 0.1; parcae-like
 uneven norm opens loop; uneven norm closes loop; 3 unread, bounded; layernorm, bounded; 3 unread beside opening norm
-penalty 1e-6; penalty 3e-4; penalty 0.01; penalty 1e-6, state run to 50; anchor at 100; anchor, 3 unread
-shift channel; shift channel, z-loss 0.01; negative weight, raw; final-only, weights 1e-6; final-only, weights 0.1
-raw last, weight 1e-6; final-only, gate 1e-7; unread tensor; tensor in sight; tensor read in part; decaying tensor
-tensor behind rmsnorm; tensor never read; injection as a tensor; tensor, norm closes; two-step, rmsnorm
-split state, rmsnorm; read by later tokens; read by no token; handed to the next token; handed into sight
-the next token's exit; hidden for 40 % of tokens; hidden for 2 % of tokens; 20-fold for 40 % of tokens
-scale hidden from loop 2; raw last leaves 3 out; raw last of low rank; unread in turn, strong blocks
-3 unread, copied 10 times; 3 unread, copied 0.3 times; turned by 20 degrees; turned by 70 degrees
-coda with attention, rmsnorm; strong coda, rmsnorm; coda with attention, raw; coda that moves channels
-bf16, no module; bf16 head, raw; detached statistic; detached statistic, undone; fitted text, raw; K = 1; K = 2, raw
-exactly K loop embeddings; exactly K readout gains, raw; context without batch
+penalty 1e-6; penalty 0.01; anchor, 3 unread; shift channel, z-loss 0.01; negative weight, raw; final-only, weights 1e-6
+final-only, gate 1e-7; unread tensor; tensor read in part; tensor behind rmsnorm; injection as a tensor
+two-step, rmsnorm; read by later tokens; handed to the next token; the next token's exit; hidden for 40 % of tokens
+20-fold for 40 % of tokens; raw last leaves 3 out; raw last of low rank; 3 unread, copied 10 times
+turned by 20 degrees; turned by 70 degrees; coda with attention, rmsnorm; strong coda, rmsnorm; coda with attention, raw
+bf16, no module; detached statistic; fitted text, raw; K = 1; exactly K loop embeddings; context without batch
 """
 NAMES = {name for line in TESTED.strip().splitlines() for name in line.split("; ")}
 SMALL = [planted.Case(kind, min(kind.widths)) for kind in planted.KINDS if kind.name in NAMES]
