@@ -15,7 +15,7 @@ from torch import Tensor
 from loopscope.auditing.drift import TRIALS, affordable, drift
 from loopscope.auditing.result import AuditResult, Subject, Variable
 from loopscope.auditing.survey import AuditOptions, Measured, Progress, Survey, measure
-from loopscope.auditing.trial import Recipe, TrialObjective, size_along, size_within
+from loopscope.auditing.trial import Recipe, TrialObjective, pairs_of, size_along, size_within
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.auditing.verdict import summary, with_drift
 from loopscope.auditing.visibility import FIELDS, Field
@@ -125,12 +125,7 @@ def _gather(batches: Iterable[Batch], options: AuditOptions) -> tuple[Tensor, Te
 
 
 def _rows(batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    ids_BT, targets_BT = batch if isinstance(batch, (tuple, list)) else (batch, None)
-    if not isinstance(ids_BT, Tensor) or ids_BT.dim() != 2 or ids_BT.is_floating_point():
-        got = f"{tuple(ids_BT.shape)} of {ids_BT.dtype}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
-        raise DataError(f"a batch must be a (batch, tokens) tensor of ids, or a pair with targets; got {got}")
-    if targets_BT is None:
-        ids_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
+    ((ids_BT, targets_BT),) = pairs_of([batch])
     if targets_BT.shape != ids_BT.shape:
         raise DataError(f"targets {tuple(targets_BT.shape)} do not match ids {tuple(ids_BT.shape)}")
     return list(zip(ids_BT, targets_BT, strict=True))
