@@ -7,7 +7,7 @@ what lies beyond that length is never read, so truncating is setting a number.
 One call of the model sees the cache through a view, which says whose tokens it runs and where they stand. Tokens of
 the same row may stand in several rows of one call, at different positions and loops, since all loops share the weights.
 
-Shape legend: B rows of a call, T new tokens, S tokens attended to, H key/value heads, C head width, R rows of the cache.
+Shape legend: B rows of a call, T new tokens, S tokens attended to, H key/value heads, C head width, R its rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from loopscope.errors import ConfigError
-from loopscope.protocol import Loop, Slot
+from loopscope.protocol import Slot
 
 FIRST_CAPACITY = 64
 """Tokens a slot has room for when it is first written."""

@@ -88,8 +88,8 @@ class Sampling:
 def accept(drafted: int, draft_V: Tensor, target_V: Tensor, generator: torch.Generator) -> int:
     """The token that stands after verification, distributed as `target_V` (p) whatever drafted it (from q = `draft_V`).
 
-        x ~ q is kept with probability min(1, p(x)/q(x)), else a token is drawn from max(p − q, 0), normalised:
-        P(y) = min(p, q)(y) + (1 − Σ min(p, q))·max(p − q, 0)(y)/Σ max(p − q, 0) = p(y)
+    x ~ q is kept with probability min(1, p(x)/q(x)), else a token is drawn from max(p − q, 0), normalised:
+    P(y) = min(p, q)(y) + (1 − Σ min(p, q))·max(p − q, 0)(y)/Σ max(p − q, 0) = p(y)
     """
     chance = float(target_V[drafted] / draft_V[drafted])
     if chance >= 1 or float(torch.rand((), generator=generator, dtype=torch.float64)) < chance:
