@@ -39,8 +39,8 @@ class LoopState:
     context: Any = None
     """What every loop may read and none may change: injected input, positions."""
 
-    def take(self, rows: Tensor) -> LoopState:
-        """The state of some batch rows only (an index or a mask), carried tensors and context included.
+    def take(self, rows: Tensor | slice) -> LoopState:
+        """The state of some batch rows only (an index, a mask or a slice), carried tensors and context included.
 
         A tensor that does not lead with the batch size (rotary angles of shape (T, C), a scalar) is shared by all rows
         and stays as it is. Where there are as many rows as tokens the two look alike, and the tensor is taken for one

@@ -77,7 +77,7 @@ START_HERE = {
         *("preset", "data", "readout", "placement", "num_loops", "steps", "batch", "lr", "seed", "norm_penalty"),
         *("out", "resume"),
     ),
-    "generate": ("prompts_file", "max_tokens", "temperature", "top_p", "seed", "stop", "num_loops", "json"),
+    "generate": ("prompts_file", "max_tokens", "temperature", "top_p", "stop", "num_loops", "speculate", "json"),
     "plan": ("preset", "readout", "placement", "num_loops", "steps", "batch", "devices", "device_type", "within_hours"),
 }
 """Fields that a newcomer needs, where a verb has many: its help shows them first."""

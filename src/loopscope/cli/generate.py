@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -50,6 +50,9 @@ class Generate:
     """Strings that end the text; they are not printed."""
     num_loops: int | None = None
     """Loops per token, also beyond the trained depth; the trained depth by default."""
+    speculate: str = "plain"
+    """Draft with the first loops, decide with all: auto, block:D,M (D loops draft M tokens) or wave:D. The same text,
+    sooner; several prompts then run one after another."""
     cache_policy: str = "exact"
     """What the cache keeps of every token: exact, last-loop, first-loop, ring-N or last-exited."""
     prefill_policy: str = "exact"
@@ -75,6 +78,7 @@ examples:
   loopscope generate runs/nano-per-loop-rmsnorm-s42 "The river"
   loopscope generate runs/nano "The river" --temperature 0.8 --top-p 0.95 --seed 3
   loopscope generate downloads/Ouro-1.4B "The river" --num-loops 8 --stop "."
+  loopscope generate runs/nano "The river" --speculate auto
   loopscope generate runs/nano --prompts-file prompts.txt --json
   echo "The river" | loopscope generate runs/nano --prompts-file -"""
 
@@ -93,6 +97,7 @@ examples:
             max_tokens=self.max_tokens,
             stop=self.stop,
             num_loops=self.num_loops,
+            speculate=self.speculate,
             truncate=self.truncate,
             policies=Policies(CachePolicy(self.cache_policy), CachePolicy(self.prefill_policy)),
             dtype=self.dtype,
@@ -107,6 +112,7 @@ examples:
                 target=generation.opened.name,
                 num_loops=generation.num_loops,
                 trained_loops=generation.opened.model.num_loops,
+                speculation=None if generation.tally is None else asdict(generation.tally),
                 results=made,
             )
         elif len(prompts) == 1:

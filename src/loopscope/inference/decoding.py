@@ -152,9 +152,14 @@ def last_logits(model: LoopedModel | Cached, state: LoopState, k: int, cache: Ca
         logits_BV = nn.functional.linear(linear.features(state, k, *given)[:, -1], linear.head)
     else:
         logits_BV = model.readout(state, k, *given)[:, -1]
-    if not logits_BV.isfinite().all():
-        raise ProtocolError(f"the logits after loop {k} are not finite numbers: no token can be chosen from them")
+    check_finite(logits_BV, k)
     return logits_BV
+
+
+def check_finite(logits: Tensor, k: int) -> None:
+    """Refuse to choose a token from NaN or infinity."""
+    if not logits.isfinite().all():
+        raise ProtocolError(f"the logits after loop {k} are not finite numbers: no token can be chosen from them")
 
 
 def device_of(model: object) -> torch.device:

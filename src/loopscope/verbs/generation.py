@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, overload
 
@@ -15,6 +16,7 @@ from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError
 from loopscope.inference.decoding import ALL_EXACT, Continuation, Limits, Policies, Token, decode, runner_for
 from loopscope.inference.sampling import Sampling
+from loopscope.inference.speculation import PLAIN, Speculator, Tally, parse_plan
 from loopscope.inference.text import TextStream
 from loopscope.machine import check_bf16_products
 from loopscope.protocol import Cached
@@ -64,6 +66,8 @@ class GenerateOptions:
     truncate: bool = False
     """Drop the beginning of prompts that are too long for the model."""
     policies: Policies = ALL_EXACT
+    speculate: str = "plain"
+    """auto, block:D,M or wave:D: draft with the first loops (`inference.speculation`); one prompt after another."""
     dtype: str | None = None
     """float32, bfloat16 or float16; as the weights are, by default."""
     device: str | None = None
@@ -72,6 +76,8 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.num_loops is not None and not 1 <= self.num_loops <= MOST_LOOPS:
             raise ConfigError.of("num_loops", self.num_loops, f"a number of loops is between 1 and {MOST_LOOPS:,}")
+        if parse_plan(self.speculate) != PLAIN and self.policies != ALL_EXACT:
+            raise ConfigError.of("speculate", self.speculate, "needs an exact cache: leave --cache-policy out")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError.of("dtype", self.dtype, f"expected one of {', '.join(DTYPES)}")
 
@@ -108,14 +114,14 @@ class Generation:
         self._ids = [self._encoded(prompt) for prompt in prompts]
         _placed(self.opened, options)
         self.num_loops = options.num_loops or self.opened.model.num_loops
+        self._speculator = self._speculating()
         if Cached.of(self.opened.model) is None:
             say(f"{self.opened.name} takes no cache: every token runs the whole text again")
 
     def __iter__(self) -> Iterator[Piece]:
         streams = [TextStream(self.tokenizer.backend, self.options.stop) for _ in self.prompts]
         texts, done = [""] * len(self.prompts), [Continuation([]) for _ in self.prompts]
-        runner = runner_for(self.opened.model, self.num_loops, self.options.policies)
-        for continuation, token in decode(runner, self._ids, sampling=self.options.sampling, limits=self._limits):
+        for continuation, token in self._tokens():
             stream, number = streams[token.number], token.number
             piece = "" if continuation.finish == "end-of-text" else stream.feed(token.id)
             if stream.stopped is not None:
@@ -130,6 +136,24 @@ class Generation:
             Generated(prompt, text, each.tokens, each.finish or "")
             for prompt, text, each in zip(self.prompts, texts, done, strict=True)
         ]
+
+    @property
+    def tally(self) -> Tally | None:
+        """What speculation did, where it was asked for."""
+        return None if self._speculator is None else self._speculator.tally
+
+    def _speculating(self) -> Speculator | None:
+        plan = parse_plan(self.options.speculate)
+        if plan == PLAIN:
+            return None
+        model = Cached.needed(self.opened.model, "speculation")
+        return Speculator(model, self.num_loops, sampling=self.options.sampling, limits=self._limits, plan=plan)
+
+    def _tokens(self) -> Iterator[tuple[Continuation, Token]]:
+        if self._speculator is None:
+            runner = runner_for(self.opened.model, self.num_loops, self.options.policies)
+            return decode(runner, self._ids, sampling=self.options.sampling, limits=self._limits)
+        return chain.from_iterable(self._speculator.decode(ids, number) for number, ids in enumerate(self._ids))
 
     def _encoded(self, prompt: str) -> list[int]:
         ids, limits = self.tokenizer.encode(prompt), self._limits
