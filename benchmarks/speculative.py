@@ -21,14 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from side_by_side import machine
-from trained import PENALTY, held_out, trained
 
 import loopscope as ls
 from loopscope.inference.decoding import Continuation, Limits, Token, decode, runner_for
 from loopscope.inference.speculation import MOST_DRAFTED, PLAIN, Plan, Speculator, Times
 from loopscope.protocol import Cached
 from loopscope.targets import Opened
+from side_by_side import machine
+from trained import PENALTY, held_out, trained
 
 PROMPT = 24
 """Tokens of a prompt; the rest of the context is generated."""
