@@ -168,9 +168,7 @@ def report(
             if middle < TARGET_BOUND * bound:
                 missed.append(f"{size} {kind} {name}: {middle / bound:.2f} of its bound (target {TARGET_BOUND})")
         print(line)
-        print(
-            f"        {this.compared:,} tokens compared, {len(this.flips)} differ{''.join(f'; {f}' for f in this.flips)}"
-        )
+        print(f"        {this.compared:,} tokens compared, {len(this.flips)} differ", *this.flips, sep="; ")
     if speeds["block"] < TARGET_BLOCK:
         missed.append(f"{size} {kind} block: {speeds['block']:.2f}× (target {TARGET_BLOCK})")
     if speeds["wave"] < speeds["block"]:
