@@ -109,7 +109,7 @@ def run(size: str, kind: str, tokens: int) -> list[str]:
     model, num_loops = Cached.needed(opened.model, "speculation"), opened.model.num_loops
     context = opened.max_length or 256
     limits = Limits(max_tokens=context - PROMPT, context=context)
-    text = held_out(opened).tokens
+    text = held_out(opened)
     starts = range(0, len(text) - PROMPT, max(PROMPT, (len(text) - PROMPT) * (context - PROMPT) // (2 * tokens)))
     prompts = [text[start : start + PROMPT].tolist() for start in starts]
     rates = acceptance(opened, prompts[:: max(1, len(prompts) // 20)], limits)
