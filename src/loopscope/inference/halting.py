@@ -188,8 +188,8 @@ class Gate(Rule):
 class Certain(Rule):
     """margin_k / (2·max_v |z_k − z_{k−1}|·(K − k)), logits centred.
 
-    If no later loop moves the logits by more than the last one did, the remaining K − k loops move the margin by at most
-    the denominator: from 1 on the decision cannot change any more.
+    If no later loop moves the logits by more than the last one did, the remaining K − k loops move the margin by at
+    most the denominator: from 1 on the decision cannot change any more.
     """
 
     name = "certain"
