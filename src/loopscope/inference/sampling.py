@@ -14,7 +14,6 @@ from torch import Tensor
 
 from loopscope.errors import ConfigError
 
-
 SMALLEST_TEMPERATURE = 1e-300
 """Division by less may be division by zero, where the processor takes denormal numbers for it."""
 

@@ -62,8 +62,8 @@ class GenerateOptions:
     num_loops: int | None = None
     """The trained depth by default."""
     truncate: bool = False
-    """Drop the beginning of prompts that are too long for the model; what is kept leaves room for `max_tokens`, and is at
-    least half of what the model takes."""
+    """Drop the beginning of prompts that are too long for the model; what is kept leaves room for `max_tokens`, and has
+    at least half of what the model takes."""
     policies: Policies = ALL_EXACT
     dtype: str | None = None
     """float32, bfloat16 or float16; as the weights are, by default."""
