@@ -64,7 +64,8 @@ class GenerateOptions:
     num_loops: int | None = None
     """The trained depth by default."""
     truncate: bool = False
-    """Drop the beginning of prompts that are too long for the model."""
+    """Drop the beginning of prompts that are too long for the model; what is kept leaves room for `max_tokens`, and has
+    at least half of what the model takes."""
     policies: Policies = ALL_EXACT
     speculate: str = "plain"
     """auto, block:D,M or wave:D: draft with the first loops (`inference.speculation`); one prompt after another."""
@@ -119,7 +120,7 @@ class Generation:
             say(f"{self.opened.name} takes no cache: every token runs the whole text again")
 
     def __iter__(self) -> Iterator[Piece]:
-        streams = [TextStream(self.tokenizer.backend, self.options.stop) for _ in self.prompts]
+        streams = [TextStream(self.tokenizer.backend, self.options.stop, ids) for ids in self._ids]
         texts, done = [""] * len(self.prompts), [Continuation([]) for _ in self.prompts]
         for continuation, token in self._tokens():
             stream, number = streams[token.number], token.number
@@ -157,8 +158,9 @@ class Generation:
 
     def _encoded(self, prompt: str) -> list[int]:
         ids, limits = self.tokenizer.encode(prompt), self._limits
-        if self.options.truncate and limits.context is not None:
-            ids = ids[-max(limits.context - limits.max_tokens, 1) :]
+        if self.options.truncate and limits.context is not None and len(ids) >= limits.context:
+            # Half of the context is left to the prompt even where as many tokens are asked for as the model takes.
+            ids = ids[-max(limits.context - limits.max_tokens, limits.context // 2, 1) :]
         limits.check_prompt(ids)
         return ids
 
