@@ -231,8 +231,20 @@ RULES: dict[str, type[Rule]] = {
 def rule_of(name: str) -> Rule:
     """The rule of that name."""
     if name not in RULES:
-        raise ConfigError.of("rule", name, suggest(name, RULES))
+        raise ConfigError.of("halting", name, suggest(name, RULES))
     return RULES[name]()
+
+
+def parse_halting(text: str) -> Halting:
+    """RULE:THRESHOLD, as in margin:2.5."""
+    name, _, number = text.partition(":")
+    try:
+        threshold = float(number)
+    except ValueError:
+        threshold = float("nan")
+    if threshold != threshold:
+        raise ConfigError.of("halting", text, f"expected RULE:THRESHOLD, as in margin:2.5; rules: {', '.join(RULES)}")
+    return Halting(rule_of(name), threshold)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from torch import nn
 from loopscope.config import MOST_LOOPS
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError
-from loopscope.inference.decoding import ALL_EXACT, Continuation, Limits, Policies, Token, decode, runner_for
+from loopscope.inference.decoding import ALL_EXACT, Continuation, Limits, Policies, Runner, Token, decode, runner_for
+from loopscope.inference.halting import HaltingRunner, parse_halting
 from loopscope.inference.sampling import Sampling
 from loopscope.inference.speculation import PLAIN, Speculator, Tally, parse_plan
 from loopscope.inference.text import TextStream
@@ -63,6 +64,8 @@ class GenerateOptions:
     stop: tuple[str, ...] = ()
     num_loops: int | None = None
     """The trained depth by default."""
+    halting: str | None = None
+    """RULE:THRESHOLD: tokens leave as soon as the rule's score reaches the threshold (`inference.halting`)."""
     truncate: bool = False
     """Drop the beginning of prompts that are too long for the model; what is kept leaves room for `max_tokens`, and has
     at least half of what the model takes."""
@@ -77,14 +80,25 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.num_loops is not None and not 1 <= self.num_loops <= MOST_LOOPS:
             raise ConfigError.of("num_loops", self.num_loops, f"a number of loops is between 1 and {MOST_LOOPS:,}")
+        if self.halting is not None:
+            parse_halting(self.halting)
+            if parse_plan(self.speculate) != PLAIN or self.policies != ALL_EXACT:
+                why = "goes with neither --speculate nor --cache-policy: tokens that left show the keys of their exit"
+                raise ConfigError.of("halting", self.halting, why)
         if parse_plan(self.speculate) != PLAIN and self.policies != ALL_EXACT:
             raise ConfigError.of("speculate", self.speculate, "needs an exact cache: leave --cache-policy out")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError.of("dtype", self.dtype, f"expected one of {', '.join(DTYPES)}")
 
 
-Piece = tuple[int, str]
-"""Number of a prompt, and text that has become certain."""
+class Piece(NamedTuple):
+    """Text that has become certain."""
+
+    number: int
+    """Of its prompt."""
+    text: str
+    loops: int
+    """Of the token that made it certain."""
 
 
 class Generation:
@@ -132,7 +146,7 @@ class Generation:
                 done[number] = continuation
             texts[number] += piece
             if piece:
-                yield number, piece
+                yield Piece(number, piece, token.loops)
         self.results = [
             Generated(prompt, text, each.tokens, each.finish or "")
             for prompt, text, each in zip(self.prompts, texts, done, strict=True)
@@ -152,7 +166,12 @@ class Generation:
 
     def _tokens(self) -> Iterator[tuple[Continuation, Token]]:
         if self._speculator is None:
-            runner = runner_for(self.opened.model, self.num_loops, self.options.policies)
+            runner: Runner
+            if self.options.halting is None:
+                runner = runner_for(self.opened.model, self.num_loops, self.options.policies)
+            else:
+                cached = Cached.needed(self.opened.model, "leaving early while decoding")
+                runner = HaltingRunner(cached, self.num_loops, parse_halting(self.options.halting))
             return decode(runner, self._ids, sampling=self.options.sampling, limits=self._limits)
         return chain.from_iterable(self._speculator.decode(ids, number) for number, ids in enumerate(self._ids))
 
@@ -188,8 +207,8 @@ def generate(
         options["sampling"] = Sampling(**sampling)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     generation = Generation(target, prompts, GenerateOptions(**options), tokenizer=tokenizer, say=say)
-    for number, text in generation:
-        on_text(number, text)
+    for piece in generation:
+        on_text(piece.number, piece.text)
     return generation.results[0] if isinstance(prompt, str) else generation.results
 
 
