@@ -94,6 +94,8 @@ class Evaluation:
     """Tokens per second of k loops and one readout, by k."""
     threads: int | None = None
     device: str = ""
+    unigram_ce: dict[str, float] = field(default_factory=dict)
+    """By split, the CE of a unigram model of the training text: what has to be beaten before a CE says anything."""
 
     def to_json(self) -> dict[str, Any]:
         """What eval.json holds."""

@@ -14,7 +14,16 @@ from typing import Any
 
 from loopscope.config import changes_learning
 from loopscope.experiments.conditions import CONDITIONS, FACTORS, file_name
-from loopscope.experiments.documents import FAILS, HOLDS, NOT_MEASURED, ClaimsRecord, Difference, Judgement, Measured
+from loopscope.experiments.documents import (
+    FAILS,
+    HOLDS,
+    NOT_MEASURED,
+    TOO_EARLY,
+    ClaimsRecord,
+    Difference,
+    Judgement,
+    Measured,
+)
 from loopscope.experiments.results import Results, View, deviation, mean, shown
 from loopscope.readings import (
     CHANCE,
@@ -243,7 +252,8 @@ def claims_table(claims: list[Judgement]) -> Table:
         told = [quantity for quantity in claim.quantities if quantity.headline and quantity.n]
         ours = "; ".join(f"{quantity.name}: {measured(quantity)}" for quantity in told)
         paper = "; ".join(f"{value.value} [{value.source}]" for value in claim.paper)
-        verdict = claim.verdict if claim.quantities else f"{claim.verdict}: {claim.reason}"
+        decided = claim.quantities and claim.verdict != TOO_EARLY
+        verdict = claim.verdict if decided else f"{claim.verdict}: {claim.reason}"
         absent = [quantity.name for quantity in claim.quantities if quantity.rule and not quantity.n]
         verdict += f" (missing: {'; '.join(absent)})" if absent and told else ""
         rows.append([claim.id, claim.title, claim.rule, ours or "–", paper, verdict])
@@ -261,7 +271,11 @@ def brief_claims_table(claims: list[Judgement]) -> Table:
     for claim in claims:
         ruled = [quantity for quantity in claim.quantities if quantity.rule and quantity.n]
         deciding = next((quantity for quantity in ruled if quantity.obeyed is False), ruled[0] if ruled else None)
-        here = claim.reason if deciding is None else f"{deciding.name}: {_brief(deciding)} (rule: {deciding.rule})"
+        here = (
+            claim.reason
+            if deciding is None or claim.verdict == TOO_EARLY
+            else f"{deciding.name}: {_brief(deciding)} (rule: {deciding.rule})"
+        )
         rows.append([f"{claim.id} {claim.title}", here, IN_A_WORD.get(claim.verdict, claim.verdict)])
     return Table("claims_in_brief", "Claims", ["claim", "here", "holds"], rows)
 
@@ -272,7 +286,7 @@ def _brief(quantity: Measured) -> str:
     return middle if quantity.low is None else f"{middle} [{low}, {high}]"
 
 
-IN_A_WORD = {HOLDS: "yes", FAILS: "no", NOT_MEASURED: "not measured"}
+IN_A_WORD = {HOLDS: "yes", FAILS: "no", TOO_EARLY: "too early", NOT_MEASURED: "not measured"}
 
 
 def measured(quantity: Measured) -> str:
