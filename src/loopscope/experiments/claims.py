@@ -67,8 +67,8 @@ class Claim:
         words = [quantity.in_words() for quantity in judged] + [f"not measured: {name}" for name in missing]
         if judged and (early := evidence.untaught(view, self.compares_ce)):
             rows = ", ".join(f"{name} {shown(gain, 3, '+')}" for name, gain in early.items())
-            below = f"CE at full depth must be {evidence.LEARNED:g} nats below that of a unigram model of the same text"
-            return TOO_EARLY, f"{below}, and is: {rows}"
+            asked = f"must be at least {evidence.LEARNED:g}"
+            return TOO_EARLY, f"nats by which a unigram model of the same text is worse ({asked}): {rows}"
         if evidence.unguarded(view, self.compares_ce):
             words.append(UNGUARDED)
         if not all(quantity.obeyed for quantity in judged):
