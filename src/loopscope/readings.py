@@ -6,7 +6,7 @@ Nothing here raises for what a file says: what cannot be used is a gap, and a se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -202,6 +202,23 @@ class Audit:
         """Blind variables by name."""
         return [variable.name for variable in self.variables if variable.verdict == "blind"]
 
+    @property
+    def tests_of_lemma_2(self) -> list[Lemma2]:
+        """One for each loop of the rollout that has a next one; none in audits of older versions."""
+        return [loop.lemma_2 for loop in self.loops.values() if loop.lemma_2 is not None]
+
+    @property
+    def scale_missed(self) -> float | None:
+        """Share of the motion of scale over all loops that Lemma 2 misses; None where no token could be counted."""
+        tests = self.tests_of_lemma_2
+        return _quotient([one.scale_missed for one in tests], [one.scale_moved for one in tests])
+
+    @property
+    def direction_missed(self) -> float | None:
+        """The same of the motion of direction."""
+        tests = self.tests_of_lemma_2
+        return _quotient([one.direction_missed for one in tests], [one.direction_moved for one in tests])
+
     @classmethod
     def from_json(cls, part: Part) -> Self:
         """What can be read of it."""
@@ -225,6 +242,14 @@ class Audit:
             pushes=[row.as_a(Push, name=row.text("name") or "unnamed") for row in part.part("push").parts("pushes")],
             notes=part.part("checks").texts("notes"),
         )
+
+
+def _quotient(above: Sequence[float | None], below: Sequence[float | None]) -> float | None:
+    """Σ above / Σ below, where every one of them was measured: what hardly moves weighs as little."""
+    numerators, denominators = ([value for value in values if value is not None] for values in (above, below))
+    if len(numerators) < len(above) or len(denominators) < len(below) or not sum(denominators):
+        return None
+    return sum(numerators) / sum(denominators)
 
 
 def in_fold(factor: float) -> str:

@@ -293,32 +293,21 @@ def c6(view: View) -> list[Quantity]:
         Quantity(
             "missed of the motion of direction", "share", view.each(RMSNORM, _direction_missed), limit, every=True
         ),
-        Quantity("tokens × loops with s ≥ 10·‖b⊥‖", "pairs", view.each(RMSNORM, _tested)),
+        Quantity("tokens × loops with s ≥ 10·‖b⊥‖", "pairs", view.each(RMSNORM, _counted)),
     ]
 
 
 def _scale_missed(row: Run, split: str) -> float | None:
-    """Σ |measured − predicted| / Σ |measured|: a motion of next to nothing weighs as little."""
-    tested = [loop.lemma_2 for loop in row.loops if loop.lemma_2]
-    return _quotient([one.scale_missed for one in tested], [one.scale_moved for one in tested])
+    return row.audit.scale_missed if row.audit else None
 
 
 def _direction_missed(row: Run, split: str) -> float | None:
-    tested = [loop.lemma_2 for loop in row.loops if loop.lemma_2]
-    return _quotient([one.direction_missed for one in tested], [one.direction_moved for one in tested])
+    return row.audit.direction_missed if row.audit else None
 
 
-def _tested(row: Run, split: str) -> float | None:
-    found = [float(loop.lemma_2.tokens or 0) for loop in row.loops if loop.lemma_2]
-    return sum(found) if found else None
-
-
-def _quotient(above: list[float | None], below: list[float | None]) -> float | None:
-    """Σ above / Σ below, where all of them were measured."""
-    whole, missed = ([value for value in values if value is not None] for values in (below, above))
-    if len(whole) < len(below) or len(missed) < len(above) or not sum(whole):
-        return None
-    return sum(missed) / sum(whole)
+def _counted(row: Run, split: str) -> float | None:
+    tests = row.audit.tests_of_lemma_2 if row.audit else []
+    return float(sum(one.tokens or 0 for one in tests)) if tests else None
 
 
 def c7(view: View) -> list[Quantity]:

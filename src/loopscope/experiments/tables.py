@@ -27,6 +27,7 @@ from loopscope.experiments.documents import (
 from loopscope.experiments.results import Results, View, deviation, mean, shown
 from loopscope.readings import (
     CHANCE,
+    Audit,
     AuditedLoop,
     Measure,
     Run,
@@ -158,6 +159,53 @@ def radial_gradient_table(view: View) -> Table:
     chance = CHANCE / next((row.width for row in view.rows), 1) ** 0.5
     note = f"Median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖‖h‖). A random direction has {CHANCE}/√d = {chance:.3f}."
     return Table("radial_gradient", "Radial gradient share", header, rows, note)
+
+
+def scale_response_table(view: View) -> Table:
+    """What a change of scale does to the loss of every exit, before and after training."""
+    loops = _trained_loops(view)
+    rows = []
+    for name in view.conditions():
+        for weights in WEIGHTS:
+            cells = [
+                _cell(
+                    (loop.scale_curvature if is_raw_at(row, k) else loop.scale_curvature_size)
+                    for row in view.of(name).values()
+                    if (audit := _audit_of(row, weights)) and (loop := audit.loops.get(k))
+                )
+                for k in loops
+            ]
+            rows.append([_title(name), weights, *cells])
+    header = ["condition", "weights", *(f"loop {k}" for k in loops)]
+    note = (
+        "d²CE/d(ln α)² in nats when the state is multiplied by α before the readout: through raw the mean over tokens, "
+        "through a norm the median of absolute values."
+    )
+    return Table("scale_response", "Response to a change of scale", header, rows, note)
+
+
+def lemma_2_table(view: View) -> Table:
+    """How much of the motion of scale and direction Lemma 2 misses."""
+    rows = []
+    for name in view.conditions():
+        for weights in WEIGHTS:
+            audits = [audit for row in view.of(name).values() if (audit := _audit_of(row, weights))]
+            counts = [sum(one.tokens or 0 for one in audit.tests_of_lemma_2) for audit in audits]
+            missed = [[audit.scale_missed for audit in audits], [audit.direction_missed for audit in audits]]
+            rows.append([_title(name), weights, _cell(counts), *map(_cell, missed)])
+    header = ["condition", "weights", "tokens × loops", "missed of scale", "missed of direction"]
+    note = (
+        "Σ|measured − predicted| / Σ|measured| over 30 loops and the tokens with s ≥ 10·‖b⊥‖, predicted by one run of "
+        "each loop on the same directions at 100 times the scale."
+    )
+    return Table("lemma_2", "Lemma 2", header, rows, note)
+
+
+WEIGHTS = ("untrained", "trained")
+
+
+def _audit_of(row: Run, weights: str) -> Audit | None:
+    return row.untrained if weights == "untrained" else row.audit
 
 
 def radial_clamp_table(view: View) -> Table:
@@ -321,6 +369,8 @@ MAKERS: tuple[Callable[[View], Table], ...] = (
     main_table,
     norms_in_training_table,
     radial_gradient_table,
+    scale_response_table,
+    lemma_2_table,
     radial_clamp_table,
     variable_depth_table,
     token_norms_table,
