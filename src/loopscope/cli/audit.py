@@ -12,7 +12,7 @@ import tyro
 from tyro.conf import Positional
 
 from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
-from loopscope.cli.terminal import SCHEMA_VERSION, print_tables, print_text, progress, say, sparkline
+from loopscope.cli.terminal import SCHEMA_VERSION, print_tables, print_text, print_words, progress, say, sparkline
 from loopscope.config import ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError
@@ -243,8 +243,8 @@ def print_audit(result: AuditResult, stage: str = "untrained") -> None:
     step = stage if subject.step is None else f"step {subject.step}"
     loops = ",".join(map(str, subject.supervised))
     seen = "".join(f" + {name}" for name in subject.observables)
-    print_text(f"{subject.name}, {step}: {subject.num_loops} loops, width {subject.width}; CE at loops {loops}{seen}")
-    print_text(f"verdict: {result.verdict.upper()}. {result.summary}\n")
+    print_words(f"{subject.name}, {step}: {subject.num_loops} loops, width {subject.width}; CE at loops {loops}{seen}")
+    print_words(f"verdict: {result.verdict.upper()}. {result.summary}\n")
     print_tables(_variables(result), _loops(result))
     print_text(_plots(result))
     if result.push is not None:
@@ -252,10 +252,10 @@ def print_audit(result: AuditResult, stage: str = "untrained") -> None:
     for variable in result.variables:
         if variable.remedy is not None:
             flag = f" ({variable.flag})" if variable.flag else ""
-            print_text(f"remedy for {variable.name}: {variable.remedy}{flag}")
+            print_words(f"remedy for {variable.name}: {variable.remedy}{flag}")
     notes = [*result.checks["notes"], *(() if result.push is None else result.push.notes)]
     for note in dict.fromkeys(notes):
-        print_text(f"note: {note}")
+        print_words(f"note: {note}")
 
 
 def _variables(result: AuditResult) -> Table:

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from loopscope.config import MOST_LOOPS
 from loopscope.data.packing import PackedTokens
 from loopscope.data.stream import covered_bytes, evaluation_batches
-from loopscope.errors import ConfigError
+from loopscope.errors import ConfigError, RunError
 from loopscope.files import read_as
 from loopscope.protocol import LoopedModel, run_loops
 from loopscope.runs import write_json
 from loopscope.scores import Evaluation, Split
 from loopscope.targets import Batch, Opened, open_target
+from loopscope.training.plan import check_logits
 from loopscope.training.scores import evaluate_depths, score_batch
 from loopscope.training.session import set_up
-from loopscope.verbs.text import Say, tokens_for, with_tokenizer
+from loopscope.verbs.text import Say, other_text_of, tokens_for, with_tokenizer
 
 BATCH = 16
 """Sequences evaluated at a time."""
@@ -44,21 +45,24 @@ class EvaluationResult:
     text: str
     """What was read: "valid" for the target's validation split, else the sources that were named."""
 
-    def keep(self) -> Path | None:
-        """Leave the scores in the eval.json of the run, beside those of other texts and depths; where, or None.
+    def keep(self) -> Path:
+        """Leave the scores in the eval.json of the run, beside those of other texts and depths, and say where.
 
         Only what a run folder stands at is kept there, and the eval.json of a grid's row is the grid's own. Reports
-        compare runs by the first text in it, so it begins with validation text, down to the trained depth.
+        compare runs by the first text in it, so it begins with validation text, down to the trained depth. Why nothing
+        is kept is a RunError.
         """
         run, tokenizer = self.opened.run, self.opened.tokenizer
-        if run is None or tokenizer is None or not self.opened.is_newest or (run.path / "row.json").exists():
-            return None
+        if run is None or tokenizer is None or not self.opened.is_newest:
+            raise RunError(f"{self.opened.name} is not what a run folder stands at")
+        if (run.path / "row.json").exists():
+            raise RunError(f"{run.path} is a row of a grid, which has measured it")
         path = run.path / "eval.json"
         before = read_as(path, Evaluation.from_json, {})
         splits = before.splits if before is not None and before.step == self.opened.step else {}
         splits = {**splits, self.text: self.measured.joined(splits.get(self.text))}
         if "valid" not in splits or splits["valid"].at(self.opened.model.num_loops) is None:
-            return None
+            raise RunError(f"it begins with validation text down to the trained depth: loopscope eval {run.path}")
         evaluation = Evaluation(
             step=self.opened.step,
             tokenizer=tokenizer.kind,
@@ -102,14 +106,19 @@ def evaluate(
     if not depths or min(depths) < 1 or max(depths) > MOST_LOOPS:
         raise ConfigError.of("depths", depths, f"depths count loops, from 1 up to {MOST_LOOPS:,}")
     length = _checked_length(opened, length)
+    text = "valid" if data is None else ", ".join(data)
     if data is None and opened.tokenizer is None and opened.batches is not None:
         scores = _depth_scores(opened.model, _pairs(opened.batches), max(depths))
     else:
         tokens = tokens_for(opened, data, say)
+        if data is None and other_text_of(opened, tokens) is not None:
+            text = f"{tokens.manifest['corpus']}, changed since training"
+        at_once = min(batch * length, max_tokens or len(tokens), len(tokens))
+        check_logits(at_once, opened.vocab_size, batch=batch, device_type=set_up().device)
         scores = score_tokens(
             opened.model, tokens, max(depths), length, batch=batch, max_tokens=max_tokens, progress=progress
         )
-    return EvaluationResult(opened, scores.of(depths), scores, "valid" if data is None else ", ".join(data))
+    return EvaluationResult(opened, scores.of(depths), scores, text)
 
 
 def score_tokens(
