@@ -8,8 +8,8 @@ LoopscopeError                 exit code 2: the user's mistake, told in one sent
 ├── RunError                   a run folder or checkpoint cannot be used
 └── UnsupportedError           a combination that this build or machine cannot do
 
-Findings (a blind spot, a claim that fails) are results, not errors: verbs return exit code 1 for them. Only a model that
-is not finite ends what looks at it: there is no result to return.
+Findings (a blind spot, a claim that fails) are results, not errors: verbs return exit code 1 for them. Only of a model
+that is not finite is there no result to return.
 Anything else that escapes is our bug: a traceback and exit code 70, so that no pipeline takes it for a finding.
 `assert` is reserved for our own bugs.
 """

@@ -15,7 +15,7 @@ from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
 from loopscope.cli.terminal import SCHEMA_VERSION, print_tables, print_text, print_words, progress, say, sparkline
 from loopscope.config import ObjectiveConfig
 from loopscope.data.files import check_sources
-from loopscope.errors import ConfigError, LoopscopeError
+from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
 from loopscope.runs import write_atomically, write_json
 from loopscope.words import check_word
 
@@ -107,7 +107,8 @@ examples:
             except LoopscopeError as error:  # what can be said of the other targets is said
                 said = str(error) if target in str(error) or len(self.targets) == 1 else f"{target}: {error}"
                 say(f"error: {said}")
-                audited, stage = Audited(target, None, error=str(error)), ""
+                is_finite = not isinstance(error, NotFiniteError)
+                audited, stage = Audited(target, None, error=str(error), is_finite=is_finite), ""
             audits.append(audited)
             stages.append(stage)
         chosen = "json" if self.json else self.format
