@@ -201,7 +201,8 @@ def remedy(
     else:
         result = train(fixed, place, init_from=opened, say=say, watching=watching)
         if result.outcome == "interrupted":
-            raise RunError(f"fine-tuning was interrupted at step {result.step}; run the same command to resume it")
+            say(f"fine-tuning was interrupted at step {result.step}; the same command goes on from there")
+            raise KeyboardInterrupt  # as of any verb: exit code 130
         if result.outcome == "stopped":
             raise RunError(
                 f"fine-tuning was stopped at step {result.step} ({result.event}); try a smaller --lr than "
