@@ -32,7 +32,7 @@ from loopscope.auditing.visibility import (
     scale_curvatures,
 )
 from loopscope.auditing.window import Carried, Windows, keeps_its_cache, windows
-from loopscope.errors import ConfigError, DataError, ProtocolError
+from loopscope.errors import ConfigError, DataError, NotFiniteError, ProtocolError
 from loopscope.machine import check_bf16_products
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopState, check_products
@@ -207,7 +207,7 @@ def _check_state(h_BTD: Tensor, what: str, k: int) -> None:
     if not h_BTD.is_floating_point():
         raise ProtocolError(f"{what} returns a state h_{k} of {h_BTD.dtype}: a state must be real numbers")
     if not h_BTD.isfinite().all():
-        raise ProtocolError(f"{what} leaves NaN or infinity in the state h_{k}")
+        raise NotFiniteError(f"{what} leaves NaN or infinity in the state h_{k}")
 
 
 def _is_causal(run: Survey) -> bool:

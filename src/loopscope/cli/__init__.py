@@ -128,7 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return EXIT_INTERRUPTED
-    except Exception:
+    except (Exception, SystemExit) as error:
+        opened = sys.modules.get("loopscope.targets")  # where it was not imported, no code of theirs has run
+        if opened is not None and (theirs := opened.their_failure(error)) is not None:
+            say(f"error: {theirs}")
+            return EXIT_USAGE
+        if isinstance(error, SystemExit):  # tyro's, after it has said what is wrong
+            raise
         traceback.print_exc()
         say("this is a bug in loopscope; please report it with the lines above")
         return EXIT_BUG
