@@ -66,7 +66,7 @@ class TransformersModel:
             return None
         ids_BT = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.no_grad():
-            made = getattr(self.network(ids_BT, use_cache=True), "past_key_values", None)
+            made: Any = getattr(self.network(ids_BT, use_cache=True), "past_key_values", None)
         if not hasattr(made, "update"):
             return None
         takes_config = "config" in inspect.signature(type(made)).parameters

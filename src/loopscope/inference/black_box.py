@@ -25,6 +25,7 @@ from loopscope.inference.conformance import (
     NotApplicableError,
     Progress,
     Way,
+    cannot_run,
     results,
 )
 
@@ -70,7 +71,10 @@ class BlackBoxChecks:
         generator = torch.Generator().manual_seed(seed)
         self.ids_BT = torch.randint(model.vocab_size, (TEXTS, TOKENS), generator=generator).to(model.device)
         self.wrong_ids_T = torch.randint(model.vocab_size, (TOKENS,), generator=generator).to(model.device)
-        self.alone = [self.plain(ids_T[None])[0] for ids_T in self.ids_BT]
+        try:
+            self.alone = [self.plain(ids_T[None])[0] for ids_T in self.ids_BT]
+        except Exception as error:
+            raise cannot_run(TOKENS, error) from error
         self.tolerance = self._find_tolerance()
 
     def _find_tolerance(self) -> Tolerance:

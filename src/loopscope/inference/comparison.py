@@ -49,8 +49,8 @@ class Write(NamedTuple):
     """Of the model: what the slot says, or the name of a module."""
     loop: int
     """That was running, whatever the slot says; 0 is the embedding."""
+    keys_N: Tensor
     values_N: Tensor
-    """Keys and values in one row."""
 
     def __str__(self) -> str:
         layer = self.slot[2]
@@ -77,8 +77,8 @@ class Record:
     def write(self, slot: Slot, part: str, loop: int, positions: Iterable[int], k_HTC: Tensor, v_HTC: Tensor) -> None:
         """Keys and values of successive tokens in one slot."""
         for place, position in enumerate(positions):
-            values_N = torch.cat([k_HTC[:, place].flatten(), v_HTC[:, place].flatten()]).detach().clone()
-            self.writes.setdefault(position, []).append(Write(slot, part, loop, values_N))
+            keys_N, values_N = (each[:, place].flatten().detach().clone() for each in (k_HTC, v_HTC))
+            self.writes.setdefault(position, []).append(Write(slot, part, loop, keys_N, values_N))
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,10 @@ class Blame:
     """Where two ways part, as far as the keys tell."""
 
     part: str | None
-    """prelude, core or coda; embedding, opening (of a loop) or readout; a module's name; None where nothing tells."""
+    """prelude, core or coda; embedding, positions, opening (of a loop) or readout; a module's name; None: unknown."""
     loop: int | None
     layer: int | None
+    """The last whose keys are right: what is wrong lies between them and those of the next."""
     how: str
     """What points there."""
 
@@ -186,7 +187,9 @@ def blame(got: Record, expected: Record | None, difference: Difference, toleranc
     """
     position, stage = difference.position, difference.stage
     if expected is None or not expected.writes.get(position):
-        return Blame(None, stage.loop, None, "no keys of a right run to compare with")
+        return Blame(None, stage.loop, None, "there are no keys of a right run to name a layer by")
+    if not got.writes:
+        return Blame(None, stage.loop, None, "a run without a cache shows no keys to name a layer by")
     right = expected.writes[position]
     own = {(each.part, each.loop, each.slot[2]): each for each in got.writes.get(position, [])}
     before: Write | None = None
@@ -194,8 +197,12 @@ def blame(got: Record, expected: Record | None, difference: Difference, toleranc
         mine = own.get((write.part, write.loop, write.slot[2]))
         if mine is None:
             return Blame(write.part, write.loop, write.slot[2], f"{write} leaves no keys of this token")
-        if float(relative(mine.values_N[None], write.values_N[None])) > tolerance:
+        if _differ(mine.values_N, write.values_N, tolerance):
             return _between(before, write, stage)
+        if _differ(mine.keys_N, write.keys_N, tolerance):
+            # What a layer reads makes its values too: these keys were made of the right state, at the wrong place.
+            how = f"the values of {write} are right and its keys are not: its position, or their rotation"
+            return Blame(*(("positions", 0, None) if before is None else (write.part, write.loop, write.slot[2])), how)
         before = write
     last = [each for each in right if each.loop == stage.loop and (each.part == "coda") == (stage.kind == "logits")]
     if last:
@@ -206,6 +213,10 @@ def blame(got: Record, expected: Record | None, difference: Difference, toleranc
     return Blame(None, stage.loop, None, "all keys are right, and this loop writes none")
 
 
+def _differ(got_N: Tensor, expected_N: Tensor, tolerance: float) -> bool:
+    return float(relative(got_N[None], expected_N[None])) > tolerance
+
+
 def _between(before: Write | None, wrong: Write, stage: Stage) -> Blame:
     """What runs between the last right keys and the first wrong ones."""
     layer = wrong.slot[2]
@@ -213,11 +224,11 @@ def _between(before: Write | None, wrong: Write, stage: Stage) -> Blame:
     if (before is None and layer > 0) or (before is not None and in_one_stack and layer > before.slot[2] + 1):
         how = f"the keys of {wrong} differ, and the layer before it keeps none"
         return Blame(wrong.part, wrong.loop, layer - 1, how)
-    if before is None:
-        return Blame("embedding", 0, None, f"the first keys ({wrong}) differ already: embedding or positions")
-    if stage.loop is not None and before.loop < wrong.loop <= stage.loop:
+    if stage.loop is not None and (0 if before is None else before.loop) < wrong.loop <= stage.loop:
         how = f"the state before loop {wrong.loop} is right, and the first keys of the loop are not"
         return Blame("opening", wrong.loop, None, f"{how}: what opens it (norm, injection, loop embedding)")
+    if before is None:
+        return Blame("embedding", 0, None, f"the first keys ({wrong}) differ already")
     how = f"keys are right up to {before} and differ from {wrong} on"
     return Blame(before.part, before.loop, before.slot[2], how)
 

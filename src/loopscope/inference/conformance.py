@@ -44,14 +44,17 @@ class Finding:
 
     text: str
     part: str | None = None
-    """prelude, core or coda; embedding, opening (of a loop) or readout; a module's name; None where nothing tells."""
+    """prelude, core or coda; embedding, positions, opening (of a loop) or readout; a module's name; None: unknown."""
     loop: int | None = None
     layer: int | None = None
+    """The last whose keys are right: what is wrong lies between them and those of the next."""
     position: int | None = None
     row: int | None = None
     """Of the batch, where there was one."""
     difference: float | None = None
     """rms of the difference over rms of what is expected; None where it is not a matter of size."""
+    raised: str | None = None
+    """The error that the model raised where it should have run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +179,8 @@ def carry_out(check: Check, tolerance: float) -> CheckResult:
     except NotApplicableError as why:
         return CheckResult(name=check.name, claim=check.claim, reason=str(why))
     except Exception as error:  # whatever somebody's model raises: it could not do what the check asks
-        findings.append(Finding(text=f"it failed{_place_of(error)}: {_in_a_line(error)}"))
+        raised = _in_a_line(error)
+        findings.append(Finding(text=f"it failed{_place_of(error)}: {raised}", raised=raised))
     if failed > 1:
         findings = [_more(each, failed - 1, ways) if each.difference is not None else each for each in findings]
     return CheckResult(
@@ -199,6 +203,11 @@ def _finding(text: str, where: Blame, position: int, row: int | None, size: floa
 
 def _more(finding: Finding, others: int, ways: int) -> Finding:
     return Finding(**{**vars(finding), "text": f"{finding.text}. So do {others} other ways of {ways}"})
+
+
+def cannot_run(tokens: int, error: Exception) -> ProtocolError:
+    """The user's mistake, where there is nothing to compare: a model that fails on a plain text."""
+    return ProtocolError(f"the model cannot run a text of {tokens} tokens{_place_of(error)}: {_in_a_line(error)}")
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -262,9 +271,7 @@ class LoopedChecks:
         try:
             state = self.plain(self.ids_BT[:1])[0]
         except Exception as error:
-            raise ProtocolError(
-                f"the model cannot run a text of {self.ids_BT.shape[1]} tokens{_place_of(error)}: {_in_a_line(error)}"
-            ) from error
+            raise cannot_run(self.ids_BT.shape[1], error) from error
         if any(not values.isfinite().all() for stage in state.outputs.values() for values in stage.values()):
             self.notes.append("the model's own numbers are not finite: nothing that is compared means much")
         try:
@@ -386,7 +393,7 @@ class LoopedChecks:
                 _keep([deep], positions, Stage(k, "logits"), self.model.readout(state, k))
         for n in range(1, self.deepest + 1):
             how = f"a run of {n} loops after one of {self.deepest}"
-            yield Way(how, self.plain(ids_BT, n)[0], deep, self.keyed if Cached.of(self.model) else None)
+            yield Way(how, self.plain(ids_BT, n)[0], deep)
         if Cached.of(self.model) is None:
             return
         last = ids_BT.shape[1] - 1
