@@ -107,7 +107,14 @@ def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
         return of_folder(path) if is_hf_folder(path) else of_run(path)
     if path.suffix in (".yaml", ".yml"):
         return of_config(text, load_config(path), seed)
-    return of_factory(text, seed)
+    return of_made(text, made_by_factory(text, seed))
+
+
+def is_factory(word: str) -> bool:
+    """Whether a word is package.module:factory, as `open_target` reads it."""
+    path = Path(word)
+    others = word.startswith(("preset:", "hf:")) or path.is_dir() or path.suffix in (".yaml", ".yml")
+    return ":" in word and not others
 
 
 def of_config(name: str, config: Config, seed: int) -> Opened:
@@ -162,12 +169,16 @@ def of_folder(path: Path) -> Opened:
     )
 
 
-def of_factory(word: str, seed: int) -> Opened:
-    """package.module:factory → a LoopedModel, a pair of it and batches, or an `Opened`."""
+def made_by_factory(word: str, seed: int) -> Any:
+    """Whatever the function that package.module:factory names returns."""
     factory = _imported(word)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = _told_as_theirs(f"{word} failed", lambda: _called(factory, word))
+        return _told_as_theirs(f"{word} failed", lambda: _called(factory, word))
+
+
+def of_made(word: str, made: Any) -> Opened:
+    """What a factory returned: a LoopedModel, a pair of it and batches, or an `Opened`."""
     opened = made if isinstance(made, Opened) else None
     model, batches = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     model = model if opened is None else opened.model
