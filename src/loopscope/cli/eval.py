@@ -169,8 +169,9 @@ def _timing(result: EvaluationResult, k: int, what: str) -> Timing:
 
 
 def _rate(timing: Timing) -> str:
-    """Median and quartiles."""
-    return f"{timing.tokens_per_second:,.0f} [{timing.low:,.0f}, {timing.high:,.0f}]"
+    """The median, and half of the distance between the quartiles as a share of it."""
+    rate, low, high = timing.tokens_per_second or 0.0, timing.low or 0.0, timing.high or 0.0
+    return f"{rate:,.0f} ±{(high - low) / 2 / rate:.0%}"
 
 
 def _chart(result: EvaluationResult) -> str:
