@@ -113,7 +113,7 @@ class Objections:
             total_N = sum(weights_JN[j] for j in later)
             terms_AN = self._terms(of, k, alphas_A)[:, None] / total_N
             weights_JAN = self._weights_moved(of, k, alphas_A)
-            total_AN = sum(weights_JAN[j] for j in later).clamp(min=1e-300)
+            total_AN = torch.stack([weights_JAN[j] for j in later]).sum(0).clamp(min=1e-300)
             exits_AN = sum(weights_JAN[j] * exits[j] for j in later) / total_AN
             ranges[k] = _first_crossing(alphas_A, exits_AN + terms_AN)
             alone = float(_first_crossing(alphas_A, terms_AN).median())

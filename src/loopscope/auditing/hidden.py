@@ -298,7 +298,7 @@ class Readouts:
         gain = float((seen_MF.norm(dim=-1) / fields_MW.norm(dim=-1).clamp(min=1e-300)).max())
         enough = UNNOTICED / max(charge, 1e-300) ** 0.5
         made_up_MW, left_MF = least_squares(forward, backward, seen_MF, damping=SOLVED * gain, tolerance=enough)
-        found = []
+        found: list[tuple[Tensor, float]] = []
         for f_W, v_W, left_F in zip(fields_MW, fields_MW - made_up_MW, left_MF, strict=True):
             f_X, v_X = (each_W[window.block(k, token)] for each_W in (f_W, v_W))
             share = float(v_X.square().sum() / f_X.square().sum().clamp(min=1e-300))
