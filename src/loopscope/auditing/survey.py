@@ -378,18 +378,20 @@ def _starts_from_noise(run: Survey) -> bool:
 
 
 def _written(run: Survey, state: LoopState, name: str) -> bool | None:
-    """Whether a weight that is trained reaches a carried tensor in the first loop, be it zero so far; None: not known.
+    """Whether h or a weight that is trained reaches a carried tensor in the first loop; None where no weights are known.
 
-    m ← m + W h with W = 0 leaves m as it was, and is its writer all the same: the derivative by W is h.
+    m ← m + W h with W = 0 or h = 0 leaves m as it was, and is its writer all the same: one of its derivatives is not 0.
     """
     weights = [] if run.network is None else [each for each in run.network.parameters() if each.requires_grad]
     if not weights:
         return None
     with torch.enable_grad():
-        tensor = run.model.loop(pytree.tree_map_only(Tensor, Tensor.detach, state), 1).carried[name]
+        alone = pytree.tree_map_only(Tensor, Tensor.detach, state)
+        alone.h_BTD.requires_grad_()
+        tensor = run.model.loop(alone, 1).carried[name]
         if not tensor.requires_grad:
             return False
-        found = torch.autograd.grad(tensor, weights, torch.randn_like(tensor), allow_unused=True)
+        found = torch.autograd.grad(tensor, [*weights, alone.h_BTD], torch.randn_like(tensor), allow_unused=True)
     return any(one is not None and bool(one.any()) for one in found)
 
 
