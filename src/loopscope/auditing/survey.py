@@ -378,7 +378,7 @@ def _starts_from_noise(run: Survey) -> bool:
 
 
 def _written(run: Survey, state: LoopState, name: str) -> bool | None:
-    """Whether h or a weight that is trained reaches a carried tensor in the first loop; None where no weights are known.
+    """Whether h or a weight that is trained reaches a carried tensor in the first loop; None: no weights are known.
 
     m ← m + W h with W = 0 or h = 0 leaves m as it was, and is its writer all the same: one of its derivatives is not 0.
     """
