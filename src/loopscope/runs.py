@@ -69,7 +69,7 @@ class RunFolder:
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl."""
-        with self.metrics_path.open("a", encoding="utf-8") as file:
+        with self.metrics_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(_line(row))
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -139,9 +139,12 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of it."""
+    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of it.
+
+    Half of a surrogate pair, which JSON may hold and UTF-8 may not, is written as \\ud800: in JSON that is the same.
+    """
     with file_written_whole(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextmanager

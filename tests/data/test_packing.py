@@ -283,7 +283,7 @@ def test_every_field_of_the_manifest_is_documented(tmp_path):
 def test_the_manifest_counts_what_is_in_the_files(tmp_path):
     packed = packed_in(tmp_path, BPE)
     manifest = json.loads((packed.folder / "manifest.json").read_text())
-    assert manifest == packed.manifest and manifest["schema_version"] == 1
+    assert manifest == packed.manifest and manifest["schema_version"] == 2
     (shard,) = manifest["shards"]
     stored = np.fromfile(packed.folder / shard["file"], dtype=manifest["dtype"])
     assert stored.tolist() == BPE.encode("\n\n".join(DOCUMENTS)) and shard["tokens"] == manifest["tokens"]
