@@ -38,9 +38,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """How much was fuzzed: it is promised, and a worker's own words are lost."""
-    told = [value for report in terminalreporter.getreports("passed") for name, value in report.user_properties if name == "fuzz"]
+    told = [
+        value
+        for report in terminalreporter.getreports("passed")
+        for name, value in report.user_properties
+        if name == "fuzz"
+    ]
     if told:
-        cases, slowest, most = sum(one[0] for one in told), max(told, key=lambda one: one[1]), max(one[3] for one in told)
+        cases, slowest, most = (
+            sum(one[0] for one in told),
+            max(told, key=lambda one: one[1]),
+            max(one[3] for one in told),
+        )
         terminalreporter.write_line(
             f"fuzzing: {cases:,} cases; the slowest took {slowest[1]:.2f} s ({slowest[2]}); memory rose by {most:.0f} MiB at most"
         )

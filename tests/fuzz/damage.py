@@ -65,7 +65,10 @@ HOSTILE: tuple[Case, ...] = (
     Case("Python", f"__import__('os').system('touch {CANARY}')\n".encode()),
     Case("a YAML object", f"!!python/object/apply:os.system ['touch {CANARY}']\n".encode()),
     Case("a YAML module", f"a: !!python/module:{CANARY}\n".encode()),
-    Case("a YAML bomb", b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9 or [])) for n in range(1, 9))),
+    Case(
+        "a YAML bomb",
+        b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9 or [])) for n in range(1, 9)),
+    ),
     Case("YAML in itself", b"a: &a [*a]\n"),
     Case("a YAML date", b"model: {width: 2024-99-99}\n"),
     Case("a YAML set", b"? a\n? b\n"),
@@ -112,7 +115,9 @@ def damaged_bytes(draw: st.DrawFn, whole: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 3))):
         start = draw(st.integers(0, len(data)))
         length = draw(st.sampled_from((0, 1, 1, 2, 4, 8, 64, 4096)))
-        new = draw(st.one_of(st.binary(max_size=12), st.sampled_from((b"\xff" * 8, bytes(8), b'"', b"[", b"}", b"-", b"9"))))
+        new = draw(
+            st.one_of(st.binary(max_size=12), st.sampled_from((b"\xff" * 8, bytes(8), b'"', b"[", b"}", b"-", b"9")))
+        )
         data[start : start + length] = new
     return bytes(data)
 
@@ -214,7 +219,9 @@ def _read_tensors(data: bytes) -> list[Any]:
 def _write_tensors(value: Any) -> bytes:
     header, data = value if isinstance(value, list) and len(value) == 2 else (value, "")
     text = _write_json(header)
-    return len(text).to_bytes(8, "little") + text + (data.encode("latin-1", "replace") if isinstance(data, str) else b"")
+    return (
+        len(text).to_bytes(8, "little") + text + (data.encode("latin-1", "replace") if isinstance(data, str) else b"")
+    )
 
 
 FORMATS = {

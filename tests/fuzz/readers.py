@@ -12,19 +12,18 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from checkpoints import OURO, ouro_tensors, save_folder, save_sharded
 from report_samples import write_reproduction, write_run
 
 import loopscope as ls
 from loopscope.cli.formats import line_of
-from loopscope.config import Config, DataConfig, ObjectiveConfig, TrainingConfig, config_to_dict, load_config
-from loopscope.data.corpora import builtin_corpus, open_corpus
+from loopscope.config import Config, DataConfig, TrainingConfig, config_to_dict, load_config
+from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
 from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
 from loopscope.experiments.claims import judge_all

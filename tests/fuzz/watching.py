@@ -26,7 +26,16 @@ MOST_SECONDS = 20
 MOST_BYTES = 1 << 30
 """Of address space that a case may take beyond what is in use."""
 
-STARTED = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn")
+STARTED = (
+    "os.system",
+    "subprocess.Popen",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "os.forkpty",
+    "pty.spawn",
+)
 CONNECTED = ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto")
 UNPICKLED = ("pickle.find_class",)
 FORBIDDEN = (*STARTED, *CONNECTED, *UNPICKLED)
@@ -73,7 +82,7 @@ class Watch:
         if not isinstance(path, str | bytes | os.PathLike):
             return  # an open handle
         folder = f"/proc/self/fd/{beside}" if isinstance(beside, int) and beside >= 0 else ""
-        where = os.path.realpath(os.path.join(folder, os.fsdecode(path)))
+        where = os.path.realpath(Path(folder, os.fsdecode(path)))
         if where != os.devnull and not where.startswith(f"{self.folder}{os.sep}"):
             self.faults.append(f"{self.case}: {event} {where}")
 
