@@ -9,7 +9,8 @@ optimiser, guards, monitor and metrics must equal those of an uninterrupted run 
 Dropout, sampled depth, a cosine schedule and evaluations take part.
 
 --ranks 2: every life has one or two ranks, by chance, two of them replicated or sharded; one of them, by chance, is
-killed. Sums over two ranks round differently than one rank's, so the run left alone changes its ranks at the same steps.
+killed. Sums over two ranks round differently than those of one, so the run left alone changes its ranks at the same
+steps.
 --full-disk: instead of a kill, the disk of the run (a tmpfs; needs root) fills up and stays full until the run ends,
 which it must do with one sentence and exit code 2. --clock-back: a life starts a day before the one before it, and
 while it is watched its clock is set back again and again by an hour (libfaketime; Debian's package faketime).

@@ -37,13 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """How much was fuzzed: it is promised, and a worker's own words are lost."""
-    told = [
-        value
-        for report in terminalreporter.getreports("passed")
-        for name, value in report.user_properties
-        if name == "fuzz"
-    ]
+    """How much was fuzzed: it is promised, and what a worker prints is lost."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    ends = [report for report in reports if getattr(report, "when", "") == "teardown"]
+    told = [value for report in ends for name, value in report.user_properties if name == "fuzz"]
     if told:
         cases, slowest, most = (
             sum(one[0] for one in told),
@@ -51,7 +48,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
             max(one[3] for one in told),
         )
         terminalreporter.write_line(
-            f"fuzzing: {cases:,} cases; the slowest took {slowest[1]:.2f} s ({slowest[2]}); memory rose by {most:.0f} MiB at most"
+            f"fuzzing: {cases:,} cases; the slowest took {slowest[1]:.2f} s of a processor ({slowest[2]:.60}); "
+            f"memory rose by {most:.0f} MiB at most"
         )
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from loopscope.config import Config, config_to_yaml, load_config
 from loopscope.errors import RunError
-from loopscope.files import integer, read_lines, without_nan
+from loopscope.files import check_regular, integer, read_lines, without_nan
 
 SCHEMA_VERSION = 1
 WRITTEN_UNDER_LOCK = ("config.yaml", "manifest.json", "metrics.jsonl")
@@ -149,7 +149,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def file_written_whole(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that becomes `path` when the block ends well, and vanishes when it does not."""
+    """A temporary file beside `path` that becomes `path` when the block ends well, and vanishes when it does not.
+
+    Only a regular file is ever replaced, and the one that a link leads to: whoever may write to /dev would otherwise
+    lose /dev/null to `--out /dev/null`.
+    """
+    if path.exists():
+        check_regular(path, path.stat().st_mode)
+    path = path.resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield beside

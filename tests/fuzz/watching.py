@@ -1,12 +1,13 @@
 """What code under test does to the machine: processes, sockets, code, files, seconds and memory, watched case by case.
 
-One audit hook sees what Python itself does. A case may write into its folder and nowhere else; it may start no process,
+One audit hook sees what Python itself does, and forbids it before it is done: these tests may run as root. A case may write into its folder and nowhere else; it may start no process,
 open no connection, unpickle nothing, and neither compile nor run anything that comes from a file. It has so many
-seconds, and so much address space above what is in use when it begins: more is a MemoryError, which is no clear error.
+seconds of a processor, and so much address space above what is in use when it begins: more is a MemoryError, which is no clear error.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -21,8 +22,8 @@ from typing import Any
 
 from damage import CANARY
 
-MOST_SECONDS = 20
-"""Of one case, on a machine that may be busy; the slowest takes about one."""
+MOST_SECONDS = 10
+"""Of a processor, in one case; the slowest takes about one. Whoever only waits is ended by the limit of all tests."""
 MOST_BYTES = 1 << 30
 """Of address space that a case may take beyond what is in use."""
 
@@ -66,7 +67,7 @@ class Watch:
     def see(self, event: str, arguments: tuple[Any, ...]) -> None:
         """One audit event."""
         if event in FORBIDDEN:
-            self.faults.append(f"{self.case}: {event} {arguments!r:.200}")
+            self.forbid(f"{event} {arguments!r:.200}")
         elif event == "open":
             path, mode, flags = arguments
             writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)) if isinstance(flags, int) else False
@@ -76,7 +77,7 @@ class Watch:
             for place in WRITES[event]:
                 self._check_inside(event, arguments[place], arguments[-1 if len(WRITES[event]) == 1 else place + 2])
         elif event in ("compile", "exec") and _names_canary(arguments[0]):
-            self.faults.append(f"{self.case}: {event} of what a file says")
+            self.forbid(f"{event} of what a file says")
 
     def _check_inside(self, event: str, path: object, beside: object = -1) -> None:
         if not isinstance(path, str | bytes | os.PathLike):
@@ -84,7 +85,12 @@ class Watch:
         folder = f"/proc/self/fd/{beside}" if isinstance(beside, int) and beside >= 0 else ""
         where = os.path.realpath(Path(folder, os.fsdecode(path)))
         if where != os.devnull and not where.startswith(f"{self.folder}{os.sep}"):
-            self.faults.append(f"{self.case}: {event} {where}")
+            self.forbid(f"{event} {where}")
+
+    def forbid(self, what: str) -> None:
+        """Note it, and keep it from being done."""
+        self.faults.append(f"{self.case}: {what}")
+        raise PermissionError(errno.EPERM, f"no case may do this: {what}")
 
     @contextmanager
     def one(self, case: str) -> Iterator[None]:
@@ -92,20 +98,20 @@ class Watch:
         global _active
         self.case = case
         self.cases += 1
-        started = time.perf_counter()
+        started = time.process_time()
         before = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MOST_BYTES, before[1]))
-        handler = signal.signal(signal.SIGALRM, _too_long)
-        timer = signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+        handler = signal.signal(signal.SIGPROF, _too_long)
+        timer = signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
         _active = self
         try:
             yield
         finally:
             _active = None
-            signal.setitimer(signal.ITIMER_REAL, *timer)
-            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_PROF, *timer)
+            signal.signal(signal.SIGPROF, handler)
             resource.setrlimit(resource.RLIMIT_AS, before)
-            if (seconds := time.perf_counter() - started) > self.slowest:
+            if (seconds := time.process_time() - started) > self.slowest:
                 self.slowest, self.slowest_case = seconds, case
 
 
