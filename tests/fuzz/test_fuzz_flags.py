@@ -1,4 +1,4 @@
-"""Every flag of every verb with values that nobody should give: an exit code that the documentation has, and a sentence.
+"""Every flag of every verb with values that nobody should give: an exit code that is documented, and a sentence.
 
 A case is one command, in this process, up to the point where the work would begin (a stub says that it was reached);
 `plan`, `eval`, `report` and `env` are done to their end. What is watched is what `watching.py` says.

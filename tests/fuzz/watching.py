@@ -1,8 +1,9 @@
 """What code under test does to the machine: processes, sockets, code, files, seconds and memory, watched case by case.
 
-One audit hook sees what Python itself does, and forbids it before it is done: these tests may run as root. A case may write into its folder and nowhere else; it may start no process,
-open no connection, unpickle nothing, and neither compile nor run anything that comes from a file. It has so many
-seconds of a processor, and so much address space above what is in use when it begins: more is a MemoryError, which is no clear error.
+One audit hook sees what Python itself does, and keeps it from being done: these tests may run as root. A case may write
+into its folder and nowhere else; it may start no process, open no connection, unpickle nothing, and neither compile nor
+run anything that comes from a file. It has so many seconds of a processor, and so much address space above what is in
+use when it begins: more is a MemoryError, which is no clear error.
 """
 
 from __future__ import annotations
