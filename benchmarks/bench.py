@@ -64,7 +64,7 @@ BENCHMARKS = (
         "The multi-readout loss against plain and against torch's chunked one",
         "at most 0.8, 0.7 and 1.0 of plain's time at three sizes, 0.15 of its memory",
         shown=r"target|^V ",
-            ),
+    ),
     Benchmark(
         "train_step",
         "A training step of ours against a straightforward one",
@@ -77,7 +77,11 @@ BENCHMARKS = (
         "time per loop and memory flat within the printed limits",
     ),
     Benchmark(
-        "monitor", "What watching the scale costs", "1 % of a step", shown="target|tokens, n", earlier="docs/monitoring.md"
+        "monitor",
+        "What watching the scale costs",
+        "1 % of a step",
+        shown="target|tokens, n",
+        earlier="docs/monitoring.md",
     ),
     Benchmark(
         "audit_cost",
@@ -109,13 +113,25 @@ BENCHMARKS = (
     Benchmark("report", "What a page of 25 runs costs", "10 s and 8 MB", earlier="docs/report.md"),
     Benchmark("kill_test", "Kills at random moments, then resume", "no bit differs", "--kills 200", KILLS),
     Benchmark(
-        "kill_test-ranks", "One of two ranks killed, resume on one or two", "no bit differs", "--kills 20 --ranks 2", KILLS
+        "kill_test-ranks",
+        "One of two ranks killed, resume on one or two",
+        "no bit differs",
+        "--kills 20 --ranks 2",
+        KILLS,
     ),
     Benchmark(
-        "kill_test-full-disk", "The disk fills at random moments", "no bit differs; one sentence", "--kills 20 --full-disk", KILLS
+        "kill_test-full-disk",
+        "The disk fills at random moments",
+        "no bit differs; one sentence",
+        "--kills 20 --full-disk",
+        KILLS,
     ),
     Benchmark(
-        "kill_test-clock-back", "The clock set back, between and in lives", "no bit differs", "--kills 20 --clock-back", KILLS
+        "kill_test-clock-back",
+        "The clock set back, between and in lives",
+        "no bit differs",
+        "--kills 20 --clock-back",
+        KILLS,
     ),
     Benchmark(
         "soak",
@@ -125,7 +141,7 @@ BENCHMARKS = (
         shown="target|rounds of",
         hours=True,
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -174,8 +190,8 @@ def page() -> str:
         "# Benchmarks",
         "",
         "Written by `make bench` (`python benchmarks/bench.py`), which runs them one after another and keeps what they",
-        "print. `python benchmarks/bench.py NAME` runs one and changes only its entry. A claim of speed is a ratio measured",
-        "side by side in one run; timing never decides a test. Exit code 1 means that a target was missed.",
+        "print. `python benchmarks/bench.py NAME` runs one and changes only its entry. A claim of speed is a ratio",
+        "measured side by side in one run; timing never decides a test. Exit code 1 means that a target was missed.",
         "",
         "| benchmark | question | target | last run |",
         "|---|---|---|---|",
@@ -190,10 +206,9 @@ def page() -> str:
         if figures is not None:
             took = "" if figures.minutes is None else f", {figures.minutes:.0f} minutes"
             lines += ["", f"{figures.date}{took}; {figures.machine}", "", "```", *figures.lines, "```"]
-        elif benchmark.earlier:
-            lines += ["", f"Not run on this machine since this page is kept; what it printed before is in [{benchmark.earlier}](../{benchmark.earlier})."]  # fmt: skip
         else:
-            lines += ["", "Not run on this machine since this page is kept."]
+            before = f"; what it printed before is in [{benchmark.earlier}](../{benchmark.earlier})"
+            lines += ["", f"Not run on this machine since this page is kept{before if benchmark.earlier else ''}."]
     return "\n".join(lines) + "\n"
 
 
