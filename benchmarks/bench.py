@@ -111,6 +111,20 @@ BENCHMARKS = (
         earlier="docs/reproduce.md",
     ),
     Benchmark("report", "What a page of 25 runs costs", "10 s and 8 MB", earlier="docs/report.md"),
+    Benchmark(
+        "cache",
+        "What extending and truncating a cache cost, however much it holds",
+        "at 4,096 tokens at most twice the bytes and 1.5 times the time of 256; truncating writes nothing",
+        shown=r"per appended|tokens$|truncating|cost",
+    ),
+    Benchmark(
+        "speculative",
+        "Self-speculation against plain greedy decoding",
+        "those it prints",
+        "--sizes nano micro --tokens 20000",
+        shown="MISSED|met|K = |plain|compared",
+        hours=True,
+    ),
     Benchmark("kill_test", "Kills at random moments, then resume", "no bit differs", "--kills 200", KILLS),
     Benchmark(
         "kill_test-ranks",

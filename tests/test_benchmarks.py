@@ -9,7 +9,7 @@ import pytest
 import bench
 
 BENCHMARKS = Path(bench.__file__).parent
-NO_BENCHMARKS = {"bench", "side_by_side"}
+NO_BENCHMARKS = {"bench", "side_by_side", "trained"}
 """The runner, and what several of them use."""
 
 

@@ -132,8 +132,8 @@ def test_the_file_that_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
 
 
-def test_half_of_a_surrogate_pair_in_metrics_survives_a_resume(tmp_path):
+def test_half_a_surrogate_pair_in_metrics_does_not_keep_a_run_from_going_on(tmp_path):
     run = RunFolder(tmp_path)
-    run.append_metrics({"step": 1, "message": "\ud800"})
+    run.metrics_path.write_text('{"step": 1, "message": "\\ud800 x"}\n{"step": 2}\n')
     run.forget_metrics_after(1)
-    assert run.read_metrics() == [{"step": 1, "message": "\ud800"}]
+    assert run.read_metrics() == [{"step": 1, "message": "? x"}]

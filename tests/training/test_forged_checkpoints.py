@@ -130,9 +130,25 @@ def test_a_state_of_the_optimiser_that_does_not_fit_is_named(tmp_path, damage):
     path = checkpoint.save(tmp_path, model, optimizers, STATE)
     tensors = load_file(path / "optimizer.safetensors")
     value = tensors.pop("embedding.weight/exp_avg")
-    tensors |= {"shape": {"embedding.weight/exp_avg": value[:1].clone()}, "slot": {}, "name": {"x/exp_avg": value}}[
-        damage
-    ]
+    others = {"shape": {"embedding.weight/exp_avg": value[:1].clone()}, "slot": {}, "name": {"x/exp_avg": value}}
+    tensors |= others[damage]
     forge(path, "optimizer.safetensors", save(tensors))
     with pytest.raises(RunError, match=r"is damaged or incomplete: the optimiser's state (of embedding|is about 'x')"):
         resume(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "changes"),
+    [
+        ("step", {"step": -5}),
+        ("step", {"step": 10**30}),
+        ("guard.rollbacks", {"guard": {"recent": [], "bad_in_a_row": 0, "rollbacks": -5000}}),
+        ("one of step 4", {"step": 4}),
+    ],
+)
+def test_counts_that_no_run_can_have_are_damage(tmp_path, place, changes):
+    path = checkpoint.save(tmp_path, *small(), STATE)
+    state = {**json.loads((path / "state.json").read_text()), **changes}
+    forge(path, "state.json", json.dumps(state).encode())
+    with pytest.raises(RunError, match=place):
+        checkpoint.load(path).check_resumable()

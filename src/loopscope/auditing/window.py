@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from loopscope.auditing.derivatives import with_the_same_noise
-from loopscope.errors import ProtocolError
+from loopscope.errors import NotFiniteError
 from loopscope.objectives.terms import Term
 from loopscope.protocol import Cached, LinearReadout, LoopedModel, LoopState, Slot
 
@@ -118,8 +118,17 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.length = 0
+        """Tokens of the prefix, once it is frozen."""
         self.frozen = False
         self.slots: dict[Slot, tuple[Tensor, Tensor]] = {}
+
+    def positions(self, tokens: int) -> Tensor:
+        """Of the new tokens, the same in all rows."""
+        return torch.arange(self.length, self.length + tokens)[None]
+
+    def mask(self, tokens: int) -> Tensor | None:
+        """No row is longer than another."""
+        return None
 
     def extend(self, slot: Slot, k_BHTC: Tensor, v_BHTC: Tensor) -> tuple[Tensor, Tensor]:
         """The prefix's keys and values followed by the new ones."""
@@ -363,7 +372,7 @@ def _with_cache(
     before = _run(model, taking.embed(ids_BT[:, :first], cache), numbers, cache)
     for k in numbers:
         taking.readout(before[k], k, cache)  # a coda keeps keys and values too
-    cache.frozen = True
+    cache.frozen, cache.length = True, first
     return _run(model, taking.embed(ids_BT[:, first:], cache), numbers, cache), cache
 
 
@@ -393,5 +402,5 @@ def _run(
     for k in numbers:
         states.append(_loop(model, states[-1], k, cache))
         if not states[-1].h_BTD.isfinite().all():
-            raise ProtocolError(f"loop {k} leaves NaN or infinity in the state h_{k}: nothing can be said about it")
+            raise NotFiniteError(f"loop {k} leaves NaN or infinity in the state h_{k}: nothing can be said about it")
     return states
