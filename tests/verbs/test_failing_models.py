@@ -41,6 +41,7 @@ def exits(): return Failing("exit")
 def beyond(): return Failing(""), [torch.full((2, 8), 10**6)]
 def batches(): return Failing(""), Batches()
 def number(): return Failing(""), 5
+def words(): return Failing(""), ["text"]
 """
 
 
@@ -51,6 +52,7 @@ def number(): return Failing(""), 5
         ("exits", "failing_model.py:20: SystemExit: 0"),
         ("beyond", "failing_model.py:16: IndexError"),
         ("batches", "failing_model.py:29: ValueError: no more text"),
+        ("words", "a batch must be a (batch, tokens) tensor of ids"),
         ("number", "returned a int beside the model"),
     ],
 )
