@@ -43,6 +43,8 @@ FIRST = {
     "train": ["--preset", "demo", "--data", "text.txt", "--tokenizer", "bytes", "--vocab-size", "256", "--steps", "1"],
     "eval": ["run", "--data", "text.txt", "--max-tokens", "40"],
     "audit": ["run"],
+    "check": ["run"],
+    "generate": ["run", "A river"],
     "remedy": ["run"],
     "report": ["run", "--out", "page.html"],
     "plan": ["--preset", "demo", "--flops-per-second", "1e9"],
@@ -79,6 +81,8 @@ def place(tmp_path_factory) -> Iterator[Path]:
         patch.setattr("loopscope.training.trainer.Trainer.train", reached)
         patch.setattr("loopscope.verbs.audits.audit", reached)
         patch.setattr("loopscope.verbs.remedies.remedy", reached)
+        patch.setattr("loopscope.verbs.checks.check", reached)
+        patch.setattr("loopscope.verbs.generation.Generation.__iter__", reached)
         patch.setattr("loopscope.cli.reproduce.run_rows", reached)
         patch.setattr("loopscope.cli.quickstart.run_rows", reached)
         yield folder
