@@ -262,13 +262,10 @@ class CacheView:
         policy, tokens = self.cache.policy, k_BHTC.shape[2]
         indices, end = [self.cache.index(part, k) for k in loops], self._longest + tokens
         keys, values = self.cache._room((part, layer), max(indices), k_BHTC, v_BHTC, end)
-        writing = [number for number, k in enumerate(loops) if policy.writes(part, k)]
-        if writing:
-            slots_B1 = torch.tensor([indices[number] for number in writing])[:, None]
-            rows_B1 = torch.tensor([self.rows[number] for number in writing])[:, None]
-            positions_BT = self.positions(tokens).expand(len(loops), tokens)[writing]
-            keys[slots_B1, rows_B1, :, positions_BT] = k_BHTC[writing].transpose(1, 2)
-            values[slots_B1, rows_B1, :, positions_BT] = v_BHTC[writing].transpose(1, 2)
+        for number, (k, index, row, start) in enumerate(zip(loops, indices, self.rows, self.starts, strict=True)):
+            if policy.writes(part, k):
+                keys[index, row, :, start : start + tokens] = k_BHTC[number]
+                values[index, row, :, start : start + tokens] = v_BHTC[number]
         if (spaced := _evenly(indices)) is not None and len(set(self.rows)) == 1:
             row = self.rows[0]
             return keys[spaced, row, :, :end], values[spaced, row, :, :end]
