@@ -54,13 +54,18 @@ def rotate(x_BHTC: Tensor, by: Rotation) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention through SDPA, one fused projection, optional grouped KV heads and qk-norm."""
+    """Causal self-attention through SDPA, one fused projection, optional grouped KV heads, qk-norm and output gate.
+
+    The rows of the projection are those of the gate (if there is one), the queries, the keys and the values.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
         self.head_width = config.width // config.num_heads
-        self.qkv = nn.Linear(config.width, (self.num_heads + 2 * self.kv_heads) * self.head_width, bias=False)
+        self.gate_width = config.width if config.attention_gate else 0
+        qkv_width = (self.num_heads + 2 * self.kv_heads) * self.head_width
+        self.qkv = nn.Linear(config.width, self.gate_width + qkv_width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
         self.q_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
@@ -74,8 +79,9 @@ class Attention(nn.Module):
         slot: Slot,
         inner: nn.Module | None = None,
     ) -> Tensor:
-        """W_O inner(heads(norm(x)))."""
-        qkv_BTHC = norm_linear(x_BTD, norm, self.qkv).unflatten(-1, (-1, self.head_width))
+        """W_O inner(heads(norm(x))), or W_O inner(σ(W_G norm(x))∘heads(norm(x)))."""
+        projected = norm_linear(x_BTD, norm, self.qkv)
+        qkv_BTHC = projected[..., self.gate_width :].unflatten(-1, (-1, self.head_width))
         q, k, v = (part.transpose(1, 2) for part in qkv_BTHC.split([self.num_heads, self.kv_heads, self.kv_heads], 2))
         q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
@@ -84,7 +90,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(slot, k, v)
             mask = cache.mask(x_BTD.shape[1])
-        return norm_linear(causal_attention(q, k, v, mask).transpose(1, 2).flatten(-2), inner, self.out)
+        heads_BTD = causal_attention(q, k, v, mask).transpose(1, 2).flatten(-2)
+        if self.gate_width:
+            heads_BTD = projected[..., : self.gate_width].sigmoid() * heads_BTD
+        return norm_linear(heads_BTD, inner, self.out)
 
 
 def causal_attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -331,7 +340,10 @@ class Stack(nn.Module):
         self.part = part
         self.layers = nn.ModuleList(Layer(config) for _ in range(num_layers))
 
-    def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None = None, k: Loop = 0) -> Tensor:
-        for index, layer in enumerate(self.layers):
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None = None, k: Loop = 0, first_slot: int = 0
+    ) -> Tensor:
+        """All layers; a loop that runs more than one stack, or one more than once, gives each run its first slot."""
+        for index, layer in enumerate(self.layers, start=first_slot):
             x_BTD = layer(x_BTD, rotary, cache, (self.part, k, index))
         return x_BTD
