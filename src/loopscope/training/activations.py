@@ -95,7 +95,7 @@ class SavedTensors:
         self.keep("ids", 8)
         self.dropout("embed", FLOAT32)
         if self.model.positions == "rope":
-            self.keep("rotary", FLOAT32 * self.model.width // self.model.num_heads)
+            self.keep("rotary", FLOAT32 * 2 * self.model.width // self.model.num_heads)
         self.input = self.stack("prelude", "embed.out", self.model.prelude_layers)
         return self.input if self.model.state_init == "embedding" else "h0"
 
@@ -200,7 +200,7 @@ class SavedTensors:
             self.qk_norm(name, model.width + keys)
         if model.positions == "rope" or model.qk_norm:
             self.keep(f"{name}.qk", compute * (model.width + keys))
-        if model.positions == "rope" or (model.qk_norm and not self.kernels.own_kernels):
+        if model.qk_norm:
             # SDPA lays its output out like q, which is contiguous by heads now: merging the heads copies it.
             heads = f"{name}.merged"
         if model.positions == "rope" and compute != FLOAT32:
