@@ -171,7 +171,7 @@ def test_acceptance_is_the_mean_of_what_was_seen_and_forgets():
 
 
 def test_auto_drafts_where_that_pays_and_decodes_plainly_where_it_does_not(four_loops, monkeypatch):
-    """The same model on a machine where eight tokens cost what one costs, and on one where they cost eight times that."""
+    """The same model where eight tokens cost what one costs, and where they cost eight times that."""
     model, limits = built(four_loops), Limits(max_tokens=30, context=40)
     cheap = Times(dict.fromkeys(range(1, 9), 1.0), dict.fromkeys((2, 4), 1.0), dict.fromkeys(range(1, 9), 0.0))
     dear = Times({n: n * 1.0 for n in range(1, 9)}, {2: 2.0, 4: 4.0}, {n: n * 1.0 for n in range(1, 9)})
