@@ -67,8 +67,7 @@ def strong_coda_with_attention(width: int, last: Callable[[Tensor], Tensor], pen
     C(H(c)) = c·C(H) for all tokens at once: no logits change on that curve, and it leads to infinity, H(c) → c·C(H).
     If token t alone moved along its own curve, later tokens would see the direction of h_t turn; they make up for it in
     their own states, as (DC·V)_j = C_j asks of V. RMSNorm: blind 1 in every token.
-    Training does so: `ls.push` grows the scale of a model with such a coda 13-fold for 0.26 nats (width 32, K = 3),
-    that of the same model with a raw readout 1.4-fold. A penalty of 0.1 sees the curve as it sees any growth: 0.
+    A penalty of 0.1 sees the curve as it sees any growth: 0.
     """
     planted = coda_before_a_norm(width, last, strength=1.0, attends=True)
     return replace(planted, terms=[ls.NormPenalty(penalty)] if penalty else ())

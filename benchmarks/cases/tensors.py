@@ -254,11 +254,12 @@ def writer_that_starts_at_zero(width: int, channels: int, *, zeros: bool) -> Pla
     itself. Blind m, be slow the embedding or zero so far.
     """
     net = TwoTensors(width, channels)
-    net.zero = nn.Parameter(torch.zeros(channels, width))
+    zero = nn.Parameter(torch.zeros(channels, width))
+    net.register_parameter("zero", zero)
     return plant_two(
         net,
-        new_slow=lambda h, slow: slow + nn.functional.linear(rms(h), net.zero),
-        first_slow=(lambda ids_BT: torch.zeros(*ids_BT.shape, channels).to(net.zero)) if zeros else None,
+        new_slow=lambda h, slow: slow + nn.functional.linear(rms(h), zero),
+        first_slow=(lambda ids_BT: torch.zeros(*ids_BT.shape, channels).to(zero)) if zeros else None,
     )
 
 
