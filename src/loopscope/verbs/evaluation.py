@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.config import MOST_LOOPS
-from loopscope.data.packing import PackedTokens
-from loopscope.data.stream import covered_bytes, evaluation_batches
+from loopscope.data.stream import SplitTokens, answer_batches, covered_bytes, evaluation_batches
+from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError
 from loopscope.files import read_as
 from loopscope.protocol import LoopedModel, run_loops
 from loopscope.runs import write_json
 from loopscope.scores import Evaluation, Split
 from loopscope.targets import Batch, Opened, open_target
-from loopscope.training.scores import evaluate_depths, score_batch
+from loopscope.training.scores import evaluate_depths, score_answers, score_batch
 from loopscope.training.session import set_up
 from loopscope.verbs.text import Say, tokens_for, with_tokenizer
 
@@ -114,7 +114,7 @@ def evaluate(
 
 def score_tokens(
     model: LoopedModel,
-    tokens: PackedTokens,
+    tokens: SplitTokens,
     num_loops: int,
     length: int,
     *,
@@ -122,7 +122,7 @@ def score_tokens(
     max_tokens: int | None = None,
     progress: OnProgress = lambda what, share: None,
 ) -> Split:
-    """Scores of packed text after each of `num_loops` loops."""
+    """Scores of packed text after each of `num_loops` loops; of a task also which answers are right."""
     count = min(len(tokens) - 1, max_tokens or len(tokens))
 
     def followed() -> Iterator[tuple[Tensor, Tensor]]:
@@ -132,8 +132,16 @@ def score_tokens(
             done = min(done + ids_BT.numel(), count)
             progress(f"{done:,} of {count:,} tokens", done / count)
 
-    batches = followed()
-    return _depth_scores(model, batches, num_loops).with_bytes(covered_bytes(tokens, max_tokens))
+    scores = _depth_scores(model, followed(), num_loops).with_bytes(covered_bytes(tokens, max_tokens))
+    if not isinstance(tokens, TaskText):
+        return scores
+    device = set_up().device
+    moved = (
+        (ids_BT.to(device), targets_BT.to(device), steps_BT.to(device))
+        for ids_BT, targets_BT, steps_BT in answer_batches(tokens, length, batch, max_tokens)
+    )
+    with torch.no_grad():
+        return replace(scores, answers=score_answers(model, moved, num_loops))
 
 
 def throughput(model: LoopedModel, vocab_size: int, length: int) -> dict[int, float]:

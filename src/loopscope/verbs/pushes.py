@@ -17,7 +17,8 @@ from loopscope.auditing.result import AuditResult
 from loopscope.auditing.trial import Recipe, Size, TrialObjective, size_along, trainable
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.data.preparation import prepare
-from loopscope.data.stream import Tokens, TrainingStream
+from loopscope.data.stream import Tokens, training_stream
+from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, suggest
 from loopscope.objectives.terms import Term, terms_of
 from loopscope.protocol import LoopedModel
@@ -114,10 +115,10 @@ def training_text(
     return "pushed on random token ids, since there is no tokenizer: its costs mean little", _random(opened, seed)
 
 
-def _stream(tokens: Tokens, opened: Opened, seed: int) -> Iterator[Batch]:
+def _stream(tokens: Tokens | TaskText, opened: Opened, seed: int) -> Iterator[Batch]:
     length = opened.sequence_length
     batch = USUAL_BATCH if opened.config is None else opened.config.training.batch
-    stream = TrainingStream(tokens, length, length, batch, seed)
+    stream = training_stream(tokens, length, None, batch, seed)
     return (stream.batch(step) for step in count())
 
 

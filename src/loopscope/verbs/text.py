@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from loopscope.data.corpora import Split, open_corpus
-from loopscope.data.packing import PackedTokens
 from loopscope.data.preparation import evaluation_tokens, pack_split
+from loopscope.data.stream import SplitTokens
 from loopscope.data.tokenizers import fit_tokenizer
 from loopscope.errors import ConfigError
 from loopscope.targets import Opened
@@ -26,7 +26,7 @@ def with_tokenizer(opened: Opened, tokenizer: str | None) -> Opened:
     return replace(opened, tokenizer=fit_tokenizer(tokenizer, (), opened.vocab_size))
 
 
-def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Split = "valid") -> PackedTokens:
+def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Split = "valid") -> SplitTokens:
     """The text of `data`, all of it, or a split of the target's own text, in the target's tokens."""
     if opened.tokenizer is None:
         raise ConfigError(
