@@ -214,13 +214,15 @@ class DataConfig:
     """The text, its tokens, and how it is cut into sequences."""
 
     data: tuple[str, ...] = ("builtin",)
-    """Training text: builtin, files or globs (.txt, .jsonl, .parquet, also .gz and .zst), or hf:DATASET[:CONFIG]."""
+    """Training text: builtin, files or globs (.txt, .jsonl, .parquet, also .gz and .zst), hf:DATASET[:CONFIG], or
+    task:NAME[:STEPS]."""
     valid: tuple[str, ...] | None = None
     """Validation text; None takes the corpus's own split, or holds out documents by their hash."""
     text_field: str = "text"
     """Field of .jsonl, .parquet and Hugging Face records that holds the text."""
     tokenizer: str = "bpe"
-    """bytes, bpe (byte-level, trained here), word (the paper's regex), or the path of a tokenizer.json."""
+    """bytes, bpe (byte-level, trained here), word (the paper's regex), or the path of a tokenizer.json. A task is read
+    in bytes instead of bpe and word."""
     sequence_length: int | None = None
     """Tokens of a training sequence; None means max_length."""
     stride: int | None = None

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopscope.config import Config, DataConfig, ModelConfig
+from loopscope.data import tasks
 from loopscope.data.corpora import Corpus, open_corpus
 from loopscope.data.files import check_sources
 from loopscope.data.preparation import pack_split, prepare
@@ -115,26 +116,35 @@ def test_no_two_splits_share_an_instance_whatever_the_seed(task):
 
 
 class Coin(Task):
-    """Two instances in all, so that only the hash can keep the splits apart."""
+    """A dozen instances in all, so that only the hash can keep the splits apart."""
 
-    name, symbols, length, limit = "coin", "01a=", 4, 1
+    name, symbols, length, limit = "coin", "01abcdef=", 4, 1
 
     def draw(self, rng: random.Random, most_steps: int) -> Instance:
-        number = f"{rng.randrange(64):b}"[-1]
-        tag = rng.choice("01a")
-        return Instance(f"{tag}{number}={number}", (0, 0, 0, 1), tag + number)
+        tag, side = rng.choice("abcdef"), rng.choice("01")
+        return Instance(f"{tag}{side}={side}", (0, 0, 0, 1), tag + side)
 
 
 def test_a_split_is_a_matter_of_what_is_asked_and_not_of_who_asks():
-    task, seen = Coin(), {}
-    for split in ("train", "valid", "test"):
-        possible = [task.draw(random.Random(seed), 1) for seed in range(200)]
-        if not any(one.split == split for one in possible):
-            continue  # six instances need not fill every split
-        seen[split] = {task.instance(split, seed, index).text for seed in range(4) for index in range(20)}
-    assert len(seen) > 1
-    everything = [text for texts in seen.values() for text in texts]
-    assert len(everything) == len(set(everything))
+    everything = {(drawn := Coin().draw(random.Random(seed), 1)).text: drawn.split for seed in range(300)}
+    assert len(everything) == 12 and {"train", "valid"} <= set(everything.values())
+    for split in ("train", "valid"):
+        found = {Coin().instance(split, seed, index).text for seed in range(5) for index in range(30)}
+        assert found == {text for text, belongs_to in everything.items() if belongs_to == split}
+
+
+def test_a_task_without_instances_for_a_split_says_so(monkeypatch):
+    monkeypatch.setattr(Coin, "draw", lambda self, rng, most: Instance("a0=0", (0, 0, 0, 1), "a0"))
+    elsewhere = next(split for split in BUCKETS if split != Instance("a0=0", (0, 0, 0, 1), "a0").split)
+    with pytest.raises(DataError, match="task:coin has too few instances"):
+        Coin().instance(elsewhere, 0, 0)
+
+
+def test_a_further_task_is_one_class_and_one_line(monkeypatch):
+    monkeypatch.setitem(TASKS, "coin", Coin)
+    monkeypatch.setattr(tasks, "HASHED_INSTANCES", 0)
+    ids, targets = training_stream(text_of("train", "task:coin"), 8, None, 5, 0).batch(0)
+    assert ids.shape == (5, 3) and torch.equal(targets[:, 2], ids[:, 1]) and (targets[:, :2] == IGNORE_INDEX).all()
 
 
 def test_the_instances_of_a_seed_never_change():

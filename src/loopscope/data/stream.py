@@ -115,7 +115,7 @@ class TaskStream:
     ) -> tuple[Tensor, Tensor]:
         """(ids_BT, targets_BT) of one rank's micro-batch of a step, counted from 0; rows as in `TrainingStream`."""
         first, rows = _share(self.batch_size, step, rank, world_size, micro, accumulate)
-        ids_BT, targets_BT, _ = _answers(self.text.training_rows(self.seed, first, rows, self.text.task.most_steps))
+        ids_BT, targets_BT, _ = _answers(self.text.training_rows(self.seed, first, rows))
         return ids_BT, targets_BT
 
 

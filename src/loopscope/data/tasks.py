@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from loopscope.errors import ConfigError, suggest
+from loopscope.errors import ConfigError, DataError, suggest
 
 Split = Literal["train", "valid", "test"]
 
@@ -32,6 +32,8 @@ FORMAT = 1
 """Counts up when instances change their meaning; when only their text changes, the hash says so by itself."""
 HELD_OUT_INSTANCES = 1024
 """Instances of the validation split, and of the test split."""
+MOST_DRAWS = 10_000
+"""Draws until an instance belongs to a split; every eighth does where there are many of them."""
 HASHED_INSTANCES = 64
 """Instances of every split that go into the hash of a task: enough to notice a generator that draws otherwise."""
 BUCKETS: dict[Split, range] = {"train": range(192), "valid": range(192, 224), "test": range(224, 256)}
@@ -76,15 +78,15 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random, most_steps: int) -> Instance:
-        """An instance whose answers take 1 … `most_steps` steps."""
+        """An instance whose answers take 1 … `most_steps` steps, a function of what the generator gives."""
 
-    def instance(self, split: Split, seed: int, index: int, most_steps: int | None = None) -> Instance:
+    def instance(self, split: Split, seed: int, index: int) -> Instance:
         """Instance `index` of an endless row of them: drawn until one belongs to the split."""
         rng = random.Random(f"{FORMAT} {self.name} {split} {seed} {index}")
-        while True:
-            drawn = self.draw(rng, self.most_steps if most_steps is None else most_steps)
-            if drawn.split == split:
+        for _ in range(MOST_DRAWS):
+            if (drawn := self.draw(rng, self.most_steps)).split == split:
                 return drawn
+        raise DataError(f"{self.word} has too few instances: none of {MOST_DRAWS:,} belongs to the {split} split")
 
     @cached_property
     def sha256(self) -> str:
@@ -185,9 +187,9 @@ class TaskText:
         """UTF-8 bytes of the same text; every symbol is one."""
         return len(self)
 
-    def training_rows(self, seed: int, first: int, count: int, most_steps: int) -> Rows:
+    def training_rows(self, seed: int, first: int, count: int) -> Rows:
         """Rows first … first + count − 1 of the endless row of instances that belongs to a seed."""
-        return self._rows([self.task.instance(self.split, seed, first + row, most_steps) for row in range(count)])
+        return self._rows([self.task.instance(self.split, seed, first + row) for row in range(count)])
 
     def batches(self, batch_size: int, max_tokens: int | None = None) -> Iterator[Rows]:
         """The held-out instances, so many rows at a time, up to `max_tokens` tokens but at least one row."""
