@@ -168,7 +168,7 @@ def text(out: Path) -> tuple[TrainingStream | TaskStream, Any]:
     """The built-in text in 512 tokens: the order of training, and the validation split."""
     config = read_rows()[0].config
     prepared = prepare(config, out / "tokenizer", lambda line: None)
-    return training_stream(prepared.train, LENGTH, config.data.stride, BATCH, SEED), prepared.valid
+    return training_stream(prepared.train, LENGTH, BATCH, SEED, config.data), prepared.valid
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------

@@ -227,13 +227,17 @@ class DataConfig:
     """Tokens of a training sequence; None means max_length."""
     stride: int | None = None
     """Tokens between the starts of training sequences; None means no overlap. The paper uses half the length."""
+    curriculum: int | None = None
+    """Of a task: training steps after which its answers may take one step more, from one on; None asks all at once."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_positive(self, "sequence_length", "stride")
+        check_positive(self, "sequence_length", "stride", "curriculum")
         for name in ("data", "valid"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise ConfigError.of(name, (), "needs at least one source")
+        if self.curriculum is not None and not self.data[0].startswith("task:"):
+            raise ConfigError.of("curriculum", self.curriculum, "is for tasks (task:hops): other text has no steps")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ PRESETS: dict[str, Config] = {
             readout="raw",
             tie_head=False,
         ),
-        data=DataConfig(data=("task:hops:8",), tokenizer="bytes"),
+        data=DataConfig(data=("task:hops:8",), tokenizer="bytes", curriculum=50),
         training=TrainingConfig(steps=1000, batch=64, lr=3e-3, schedule="cosine", warmup=50),
     ),
     "paper-44m": Config(model=_PAPER_44M, data=_PAPER_DATA, training=_PAPER_TRAINING),

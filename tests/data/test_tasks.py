@@ -143,7 +143,7 @@ def test_a_task_without_instances_for_a_split_says_so(monkeypatch):
 def test_a_further_task_is_one_class_and_one_line(monkeypatch):
     monkeypatch.setitem(TASKS, "coin", Coin)
     monkeypatch.setattr(tasks, "HASHED_INSTANCES", 0)
-    ids, targets = training_stream(text_of("train", "task:coin"), 8, None, 5, 0).batch(0)
+    ids, targets = training_stream(text_of("train", "task:coin"), 8, 5, 0).batch(0)
     assert ids.shape == (5, 3) and torch.equal(targets[:, 2], ids[:, 1]) and (targets[:, :2] == IGNORE_INDEX).all()
 
 
@@ -205,8 +205,21 @@ def test_a_batch_is_a_function_of_seed_and_step():
     assert len({tuple(ids.flatten().tolist()) for ids in different}) == 3
 
 
+def test_a_curriculum_asks_for_one_step_more_at_a_time():
+    def most(step: int, word: str = "task:hops") -> int:
+        data = DataConfig(data=(word,), curriculum=10)
+        stream = training_stream(text_of("train", word), 43, 64, 0, data)
+        ids, targets = stream.batch(step)
+        rows = zip(ids.tolist(), targets[:, -1].tolist(), strict=True)
+        texts = [bytes_tokenizer().decode([*row, last]) for row, last in rows]
+        return max(hops for text in texts for *_, hops in solved(text))
+
+    assert [most(step) for step in (0, 9, 10, 29, 30)] == [1, 1, 2, 3, 4]
+    assert most(10_000, "task:hops:3") == 3
+
+
 def test_ranks_and_micro_batches_share_one_batch():
-    stream = training_stream(text_of("train"), 64, None, 8, 1)
+    stream = training_stream(text_of("train"), 64, 8, 1)
     whole = stream.batch(3)
     parts = [stream.batch(3, rank, 2, micro, 2) for rank in range(2) for micro in range(2)]
     for number in range(2):
@@ -231,7 +244,7 @@ def test_a_tokenizer_without_the_symbols_is_refused():
 
 def test_a_sequence_too_short_for_an_instance_is_refused():
     with pytest.raises(ConfigError, match="sequence_length = 42: is too short for an instance of task:hops"):
-        training_stream(text_of("train"), 42, None, 8, 1)
+        training_stream(text_of("train"), 42, 8, 1)
     with pytest.raises(ConfigError, match="too short"):
         next(evaluation_batches(text_of(), 42, 8))
 

@@ -18,6 +18,7 @@ from loopscope.errors import ConfigError
 from loopscope.scores import Answers, Depth, Evaluation, Split
 from loopscope.targets import Opened
 from loopscope.training import checkpoint
+from loopscope.verbs.remedies import remedied
 
 QUICK = AuditOptions(states=2, prefix=6, tokens=16, rollout=5)
 
@@ -122,9 +123,10 @@ def test_a_text_has_no_answers(tmp_path):
 
 
 def test_a_resumed_run_on_a_task_equals_an_uninterrupted_one_bit_for_bit(tmp_path, one_thread):
-    ls.train(configure(steps=3), tmp_path / "resumed")
-    ls.train(configure(), tmp_path / "resumed", resume="must")
-    ls.train(configure(), tmp_path / "whole")
+    config = config_from_dict({"data": {"curriculum": 2}}, configure())  # it goes on where it was
+    ls.train(config_from_dict({"training": {"steps": 3}}, config), tmp_path / "resumed")
+    ls.train(config, tmp_path / "resumed", resume="must")
+    ls.train(config, tmp_path / "whole")
     states = [checkpoint.load(tmp_path / name / "checkpoints/step-00000006") for name in ("resumed", "whole")]
     one, other = (state.model_tensors() for state in states)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -149,9 +151,15 @@ def test_a_task_is_audited_pushed_and_remedied_like_any_text(tmp_path):
     assert ls.push(tmp_path / "run", options=ls.PushOptions(steps=2)).pushes[0].name == "scale"
 
 
-def test_a_design_is_planned_and_audited_on_a_task(capsys):
-    assert main(["plan", "--preset", "demo", "--data", "task:hops", "--flops-per-second", "1e10"]) == 0
-    assert main(["plan", "--preset", "demo", "--data", "task:hop", "--flops-per-second", "1e10"]) == 0
+def test_a_fine_tuning_does_not_begin_the_curriculum_again():
+    config = config_from_dict({"data": {"curriculum": 50}}, configure())
+    assert remedied(config, "penalty", 300, None).data.curriculum is None
+
+
+def test_a_design_is_planned_on_a_task(capsys):
+    assert main(["plan", "--preset", "hops", "--flops-per-second", "1e10", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["config"]["data"]["data"] == ["task:hops:8"]
 
 
 def test_a_wrong_task_is_one_sentence(capsys):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loopscope.config import DataConfig
 from loopscope.data.packing import PackedTokens, pack
 from loopscope.data.tasks import Rows, TaskText
 from loopscope.errors import ConfigError, DataError
@@ -109,24 +110,33 @@ class TaskStream:
     batch_size: int
     """Instances of a step, over all ranks and micro-batches."""
     seed: int
+    curriculum: int | None = None
+    """Training steps after which answers may take one step more, from one on; None: any number from the start.
+
+    A function of the step alone, so that a resumed run sees what it would have seen.
+    """
 
     def batch(
         self, step: int, rank: int = 0, world_size: int = 1, micro: int = 0, accumulate: int = 1
     ) -> tuple[Tensor, Tensor]:
         """(ids_BT, targets_BT) of one rank's micro-batch of a step, counted from 0; rows as in `TrainingStream`."""
         first, rows = _share(self.batch_size, step, rank, world_size, micro, accumulate)
-        ids_BT, targets_BT, _ = _answers(self.text.training_rows(self.seed, first, rows))
+        most_steps = self.text.task.most_steps
+        if self.curriculum is not None:
+            most_steps = min(most_steps, 1 + step // self.curriculum)
+        ids_BT, targets_BT, _ = _answers(self.text.training_rows(self.seed, first, rows, most_steps))
         return ids_BT, targets_BT
 
 
 def training_stream(
-    tokens: Tokens | TaskText, length: int, stride: int | None, batch_size: int, seed: int
+    tokens: Tokens | TaskText, length: int, batch_size: int, seed: int, data: DataConfig | None = None
 ) -> TrainingStream | TaskStream:
-    """Training batches of `length` tokens, `stride` apart (None: no overlap); of a task, of an instance a row."""
+    """Training batches of `length` tokens, at the stride that `data` says; of a task an instance a row."""
+    data = data or DataConfig()
     if isinstance(tokens, TaskText):
         _check_room(tokens, length)
-        return TaskStream(tokens, batch_size, seed)
-    return TrainingStream(tokens, length, stride or length, batch_size, seed)
+        return TaskStream(tokens, batch_size, seed, data.curriculum)
+    return TrainingStream(tokens, length, data.stride or length, batch_size, seed)
 
 
 def permuted(index_R: np.ndarray, size: int, seed: int, epochs_R: np.ndarray) -> np.ndarray:

@@ -80,11 +80,11 @@ class Task(ABC):
     def draw(self, rng: random.Random, most_steps: int) -> Instance:
         """An instance whose answers take 1 … `most_steps` steps, a function of what the generator gives."""
 
-    def instance(self, split: Split, seed: int, index: int) -> Instance:
+    def instance(self, split: Split, seed: int, index: int, most_steps: int | None = None) -> Instance:
         """Instance `index` of an endless row of them: drawn until one belongs to the split."""
         rng = random.Random(f"{FORMAT} {self.name} {split} {seed} {index}")
         for _ in range(MOST_DRAWS):
-            if (drawn := self.draw(rng, self.most_steps)).split == split:
+            if (drawn := self.draw(rng, most_steps or self.most_steps)).split == split:
                 return drawn
         raise DataError(f"{self.word} has too few instances: none of {MOST_DRAWS:,} belongs to the {split} split")
 
@@ -187,9 +187,9 @@ class TaskText:
         """UTF-8 bytes of the same text; every symbol is one."""
         return len(self)
 
-    def training_rows(self, seed: int, first: int, count: int) -> Rows:
+    def training_rows(self, seed: int, first: int, count: int, most_steps: int) -> Rows:
         """Rows first … first + count − 1 of the endless row of instances that belongs to a seed."""
-        return self._rows([self.task.instance(self.split, seed, first + row) for row in range(count)])
+        return self._rows([self.task.instance(self.split, seed, first + row, most_steps) for row in range(count)])
 
     def batches(self, batch_size: int, max_tokens: int | None = None) -> Iterator[Rows]:
         """The held-out instances, so many rows at a time, up to `max_tokens` tokens but at least one row."""

@@ -103,7 +103,7 @@ def training_text(
     config = opened.config
     if opened.tokenizer is None and config is not None and opened.batches is None:
         if data is not None:
-            config = replace(config, data=replace(config.data, data=tuple(data), valid=None))
+            config = replace(config, data=replace(config.data, data=tuple(data), valid=None, curriculum=None))
         with tempfile.TemporaryDirectory() as folder:
             return None, _stream(prepare(config, Path(folder), say).train, opened, seed)
     if opened.tokenizer is not None:
@@ -118,7 +118,7 @@ def training_text(
 def _stream(tokens: Tokens | TaskText, opened: Opened, seed: int) -> Iterator[Batch]:
     length = opened.sequence_length
     batch = USUAL_BATCH if opened.config is None else opened.config.training.batch
-    stream = training_stream(tokens, length, None, batch, seed)
+    stream = training_stream(tokens, length, batch, seed)
     return (stream.batch(step) for step in count())
 
 

@@ -209,7 +209,7 @@ def _make_trainer(
     model: nn.Module, config: Config, run: RunFolder, setup: Setup, ranks: Ranks, data: Prepared
 ) -> Trainer:
     length, training = config.sequence_length, config.training
-    stream = training_stream(data.train, length, config.data.stride, training.batch, training.seed)
+    stream = training_stream(data.train, length, training.batch, training.seed, config.data)
     micro = max(1, training.batch // training.accumulate // ranks.world_size)
 
     def valid() -> Iterator[tuple[Tensor, Tensor]]:
