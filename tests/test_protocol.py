@@ -246,7 +246,7 @@ def test_attributes_of_the_same_name_are_not_taken_for_a_capability():
 
 def test_a_cache_is_refused_by_name_where_the_model_takes_none():
     with pytest.raises(UnsupportedError, match=r"needs a key-value cache \(loopscope\.Cached\)"):
-        run_loops(adapted(Stranger()), torch.randint(11, (1, 4)), cache=KVCache())
+        run_loops(adapted(Stranger()), torch.randint(11, (1, 4)), cache=KVCache().append(4))
 
 
 QUICK = AuditOptions(states=2, prefix=6, tokens=24, rollout=5)

@@ -5,6 +5,7 @@
     opened = ls.open("runs/nano")                        # or preset:nano, a Hugging Face folder, my_module:factory
     ls.audit(opened)                                     # what the loop carries and no loss sees
     ls.evaluate(opened, depths=range(1, 9))              # what exiting after each loop costs
+    ls.generate(opened, "The river")                     # text
     trace = ls.run_loops(opened.model, ids)              # the states of all loops
     logits = opened.model.readout(trace.states[2], 2)    # an exit
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         LoopedModel,
         LoopState,
         LoopTrace,
+        MixedDepths,
         OwnLosses,
         Scheduled,
         SharedCore,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from loopscope.targets import open_target as open
     from loopscope.verbs.audits import audit
     from loopscope.verbs.evaluation import evaluate
+    from loopscope.verbs.generation import Generated, generate
     from loopscope.verbs.pushes import push
     from loopscope.verbs.remedies import remedy
     from loopscope.verbs.training import train
@@ -72,11 +75,21 @@ _HOME = {
     "loopscope.presets": ("preset",),
     "loopscope.protocol": (
         *("LoopState", "LoopTrace", "LoopedModel", "adapt", "run_loops"),
-        *("Cached", "DeclaredVisibility", "ExitGate", "LinearReadout", "OwnLosses", "Scheduled", "SharedCore"),
+        *(
+            "Cached",
+            "DeclaredVisibility",
+            "ExitGate",
+            "LinearReadout",
+            "MixedDepths",
+            "OwnLosses",
+            "Scheduled",
+            "SharedCore",
+        ),
     ),
     "loopscope.targets": ("Opened", "load", "open_target"),
     "loopscope.verbs.audits": ("audit",),
     "loopscope.verbs.evaluation": ("evaluate",),
+    "loopscope.verbs.generation": ("Generated", "generate"),
     "loopscope.verbs.pushes": ("push",),
     "loopscope.verbs.remedies": ("remedy",),
     "loopscope.verbs.training": ("train",),
@@ -90,6 +103,7 @@ __all__ = [
     "Config",
     "DeclaredVisibility",
     "ExitGate",
+    "Generated",
     "KVCache",
     "LinearReadout",
     "LoopState",
@@ -97,6 +111,7 @@ __all__ = [
     "LoopedLM",
     "LoopedModel",
     "LoopscopeError",
+    "MixedDepths",
     "ModelConfig",
     "NormPenalty",
     "Objective",
@@ -119,6 +134,7 @@ __all__ = [
     "build",
     "clamped",
     "evaluate",
+    "generate",
     "load",
     "load_config",
     "multi_readout_cross_entropy",

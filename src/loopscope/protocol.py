@@ -39,8 +39,8 @@ class LoopState:
     context: Any = None
     """What every loop may read and none may change: injected input, positions."""
 
-    def take(self, rows: Tensor) -> LoopState:
-        """The state of some batch rows only (an index or a mask), carried tensors and context included.
+    def take(self, rows: Tensor | slice) -> LoopState:
+        """The state of some batch rows only (an index, a mask or a slice), carried tensors and context included.
 
         A tensor that does not lead with the batch size (rotary angles of shape (T, C), a scalar) is shared by all rows
         and stays as it is. Where there are as many rows as tokens the two look alike, and the tensor is taken for one
@@ -51,6 +51,22 @@ class LoopState:
             Tensor, lambda tensor: tensor[rows] if tensor.dim() and len(tensor) == batch else tensor, self
         )
 
+    @staticmethod
+    def joined(states: Sequence[LoopState], dim: int) -> LoopState:
+        """States of different rows (dim 0) or of successive tokens (dim 1) as one, carried and context included.
+
+        A tensor that is shared by all rows, or by all tokens, is taken from the first.
+        """
+        lead = states[0].h_BTD.shape[: dim + 1]
+
+        def join(tensors: Sequence[Any]) -> Any:
+            first = tensors[0]
+            is_shared = not isinstance(first, Tensor) or first.shape[: dim + 1] != lead
+            return first if is_shared else torch.cat(list(tensors), dim)
+
+        leaves, spec = zip(*(pytree.tree_flatten(state) for state in states), strict=True)
+        return pytree.tree_unflatten([join(each) for each in zip(*leaves, strict=True)], spec[0])
+
     def with_h(self, h_BTD: Tensor) -> LoopState:
         """The same state around another h."""
         return replace(self, h_BTD=h_BTD)
@@ -58,18 +74,29 @@ class LoopState:
 
 pytree.register_dataclass(LoopState)
 
-Slot = tuple[str, int, int]
+Loop = int | tuple[int, ...]
+"""The loop that all rows of a call are at, or one for each row (see `MixedDepths`)."""
+Slot = tuple[str, Loop, int]
 """Part of the model ("prelude", "core", "coda"), loop, layer: the address of one key/value entry."""
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens, one slot per part, loop and layer; see `inference.cache`."""
+    """Keys and values of earlier tokens as one call of the model sees them; see `inference.cache`.
 
-    length: int
-    """Tokens embedded so far; `embed` reads it as the offset of new positions and then advances it."""
+    A model asks for the positions of the new tokens when it embeds them, and in every attention for `extend`'s keys and
+    values and for the mask.
+    """
+
+    def positions(self, tokens: int) -> Tensor:
+        """Position_BT of each of so many new tokens, or position_1T where all rows have the same; on the CPU."""
+        ...
 
     def extend(self, slot: Slot, k_BHTC: Tensor, v_BHTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values of a slot and return all of them."""
+        """Append the new keys and values of a slot and return all of them (B, H, S, C)."""
+        ...
+
+    def mask(self, tokens: int) -> Tensor | None:
+        """Which keys each new token may see (B, 1, T, S), or None: the last one sees all S, the others are causal."""
         ...
 
 
@@ -161,7 +188,7 @@ class Cached(Capability):
 
     @abstractmethod
     def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
-        """As in `LoopedModel`; new tokens come after those in the cache, whose length it advances."""
+        """As in `LoopedModel`; the cache says at which positions the new tokens stand."""
 
     @abstractmethod
     def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
@@ -170,6 +197,16 @@ class Cached(Capability):
     @abstractmethod
     def readout(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
         """As in `LoopedModel`."""
+
+
+class MixedDepths(Cached):
+    """Runs rows at different loops in one call: `loop(state, (3, 2, 1), cache)`. The weights are the same."""
+
+    what = "loops that take rows at different depths"
+
+    @abstractmethod
+    def loop(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
+        """As in `LoopedModel`, with one loop for all rows or one for each."""
 
 
 class ExitGate(Capability):

@@ -69,6 +69,8 @@ class Opened:
     """Whether it is what its run folder stands at: results about it may be left there."""
     stage: str = UNTRAINED
     """What is said of the weights where no step is known."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a text, where the target says which."""
     batches: Iterable[Batch] | None = None
     """Text of its own, as ids, from a factory that returns a pair."""
 
@@ -155,6 +157,7 @@ def of_folder(path: Path) -> Opened:
         max_length=foreign.max_length,
         stage="step unknown",
         notes=foreign.notes,
+        end_ids=foreign.end_ids,
     )
 
 

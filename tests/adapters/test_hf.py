@@ -248,10 +248,11 @@ def test_hrm_text_has_the_logits_of_transformers(hrm):
 def test_hrm_text_with_a_cache_is_the_same_model(hrm, pieces):
     model = open_folder(hrm[0]).model
     ids_BT = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    cache = KVCache()
+    cache = KVCache(2)
     with torch.no_grad():
         whole = run_loops(model, ids_BT)
-        parts = [run_loops(model, piece_BT, cache=cache) for piece_BT in ids_BT.split(pieces, dim=1)]
+        split = ids_BT.split(pieces, dim=1)
+        parts = [run_loops(model, piece_BT, cache=cache.append(piece_BT.shape[1])) for piece_BT in split]
     for k in (1, 3):
         h_BTD = torch.cat([part.states[k].h_BTD for part in parts], dim=1)
         torch.testing.assert_close(h_BTD, whole.states[k].h_BTD, atol=1e-5, rtol=1e-5)

@@ -71,12 +71,13 @@ def test_decoding_through_a_cache_equals_the_whole_sequence(tiny, ids_BT, design
     """Prefill of five tokens, then chunks of three, one, and the rest, at every loop."""
     model = ls.build(replace(tiny, **DESIGNS[design]), seed=0).double().eval()
     whole = all_logits(model, ids_BT)
-    cache, parts = ls.KVCache(), []
+    cache, parts = ls.KVCache(len(ids_BT)), []
     for start, end in ((0, 5), (5, 8), (8, 9), (9, 12)):
-        trace = run_loops(model, ids_BT[:, start:end], num_loops=4, cache=cache)
-        logits = [model.features(trace.states[k], k, cache) @ model.head.T for k in range(1, 5)]
+        view = cache.append(end - start)
+        trace = run_loops(model, ids_BT[:, start:end], num_loops=4, cache=view)
+        logits = [model.features(trace.states[k], k, view) @ model.head.T for k in range(1, 5)]
         parts.append(torch.stack(logits))
-    assert cache.length == 12
+    assert cache.lengths == [12] * len(ids_BT)
     torch.testing.assert_close(torch.cat(parts, dim=2), whole)
 
 
@@ -117,15 +118,26 @@ def test_with_one_loop_the_model_is_an_ordinary_transformer(tiny, ids_BT):
     torch.testing.assert_close(all_logits(model, ids_BT, num_loops=1)[0], expected)
 
 
+class FromPositionNine:
+    """A cache without earlier tokens, whose new ones stand at position 9 and after."""
+
+    def positions(self, tokens):
+        return torch.arange(9, 9 + tokens)[None]
+
+    def extend(self, slot, k_BHTC, v_BHTC):
+        return k_BHTC, v_BHTC
+
+    def mask(self, tokens):
+        return None
+
+
 def test_rotary_scores_depend_on_distance_only(tiny):
     """Shifting a repeated sequence changes nothing for rotary positions, and everything for learned ones."""
     ids_BT = torch.randint(37, (1, 4)).repeat(1, 3)
     for positions, same in (("rope", True), ("learned", False)):
         model = ls.build(replace(tiny, positions=positions), seed=0).double().eval()
-        shifted = ls.KVCache()
-        shifted.length = 9
         at_0 = run_loops(model, ids_BT).states[-1].h_BTD
-        at_9 = run_loops(model, ids_BT, cache=shifted).states[-1].h_BTD
+        at_9 = run_loops(model, ids_BT, cache=FromPositionNine()).states[-1].h_BTD
         assert torch.allclose(at_0, at_9, rtol=1e-4, atol=1e-5) is same  # angles are float32
 
 

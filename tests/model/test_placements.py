@@ -123,10 +123,11 @@ def test_decoding_through_a_cache_equals_the_whole_sequence(tiny, ids_BT, placem
     config = replace(tiny, norm_placement=placement, mlp=mlp, positions="rope", num_kv_heads=2, coda_layers=1)
     model = ls.build(config, seed=0).double().eval()
     whole = [model.features(state, k) for k, state in enumerate(ls.run_loops(model, ids_BT).states)]
-    cache, parts = ls.KVCache(), []
+    cache, parts = ls.KVCache(len(ids_BT)), []
     for start, end in ((0, 5), (5, 6), (6, 12)):
-        states = ls.run_loops(model, ids_BT[:, start:end], cache=cache).states
-        parts.append([model.features(state, k, cache) for k, state in enumerate(states)])
+        view = cache.append(end - start)
+        states = ls.run_loops(model, ids_BT[:, start:end], cache=view).states
+        parts.append([model.features(state, k, view) for k, state in enumerate(states)])
     for k in range(1, tiny.num_loops + 1):
         torch.testing.assert_close(torch.cat([part[k] for part in parts], dim=1), whole[k], rtol=1e-9, atol=1e-9)
 

@@ -43,6 +43,8 @@ class Foreign:
     """How this kind of model is trained; no checkpoint says so itself."""
     notes: tuple[str, ...] = ()
     """What a reader of its audit should know."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a text."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,14 @@ class Fields:
         if value is not None and not isinstance(value, bool):
             raise FieldError(f"{self.path}: {name} = {value!r} is neither true nor false")
         return bool(value)
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """A token's id, or a list of them; none where the field is absent or null."""
+        value = self.values.get(name)
+        found = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in found):
+            raise FieldError(f"{self.path}: {name} = {value!r} is not a token's id, nor a list of them")
+        return tuple(found)
 
     def unsupported(self, name: str, why: str) -> UnsupportedError:
         """The error for a value that may well be right, but that the adapter cannot express."""

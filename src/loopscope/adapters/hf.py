@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from loopscope.adapters import hrm_text, ouro
@@ -40,7 +41,8 @@ def open_folder(folder: Path) -> Foreign:
             f"{path}: model type {kind!r} has no adapter (known: {known}); write a function that returns "
             "loopscope.adapt(embed=…, loop=…, readout=…, num_loops=…) and pass it as package.module:factory"
         )
-    return ADAPTERS[kind](Fields(path, values), Weights(folder))
+    fields = Fields(path, values)
+    return replace(ADAPTERS[kind](fields, Weights(folder)), end_ids=fields.ids("eos_token_id"))
 
 
 def download(word: str) -> Path:

@@ -61,12 +61,10 @@ class HrmText(nn.Module, LinearReadout, Cached):
 
     def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
         """z_H is the scaled embedding, z_L its fixed start."""
-        model, start = self.network.model, 0 if cache is None else cache.length
-        end = start + ids_BT.shape[1]
+        model, tokens = self.network.model, ids_BT.shape[1]
+        positions_BT = torch.arange(tokens)[None] if cache is None else cache.positions(tokens)
         e_BTD = model.embed_tokens(ids_BT) * model.embedding_scale
-        rotary = model.rotary_emb(e_BTD, torch.arange(start, end, device=ids_BT.device).expand(ids_BT.shape))
-        if cache is not None:
-            cache.length = end
+        rotary = model.rotary_emb(e_BTD, positions_BT.to(ids_BT.device).expand(ids_BT.shape))
         return LoopState(e_BTD, {"z_L": model.z_L_init.to(e_BTD).expand_as(e_BTD)}, context=rotary)
 
     def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
@@ -94,11 +92,11 @@ class _Stacks:
     num_layers: int
 
     def __call__(self, stack: Any, x_BTD: Tensor, cycle: int) -> Tensor:
-        keys = x_BTD.shape[1] if self.cache is None else self.cache.length
+        mask = _mask(x_BTD.shape[1], self.cache, x_BTD.device)
         for layer in stack.layers:
             x_BTD = layer(
                 x_BTD,
-                attention_mask=_mask(x_BTD.shape[1], keys, x_BTD.device),
+                attention_mask=mask,
                 past_key_values=None if self.cache is None else self,
                 position_embeddings=self.rotary,
                 cycle_offset=cycle * self.num_layers,
@@ -111,8 +109,13 @@ class _Stacks:
         return self.cache.extend(("core", self.k, index), k_BHTC, v_BHTC)
 
 
-def _mask(tokens: int, keys: int, device: torch.device) -> Tensor | None:
-    """Causal attention is the layers' own default, except for several tokens after a cached prefix."""
+def _mask(tokens: int, cache: Cache | None, device: torch.device) -> Tensor | None:
+    """Causal attention is the layers' own default, except for ragged rows and several tokens after a cached prefix."""
+    if cache is None:
+        return None
+    if (mask := cache.mask(tokens)) is not None:
+        return mask.to(device)
+    keys = int(cache.positions(tokens)[0, -1]) + 1
     if not 1 < tokens < keys:
         return None
     return torch.ones(1, 1, tokens, keys, dtype=torch.bool, device=device).tril(keys - tokens)

@@ -118,8 +118,17 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.length = 0
+        """Tokens of the prefix, once it is frozen."""
         self.frozen = False
         self.slots: dict[Slot, tuple[Tensor, Tensor]] = {}
+
+    def positions(self, tokens: int) -> Tensor:
+        """Of the new tokens, the same in all rows."""
+        return torch.arange(self.length, self.length + tokens)[None]
+
+    def mask(self, tokens: int) -> Tensor | None:
+        """No row is longer than another."""
+        return None
 
     def extend(self, slot: Slot, k_BHTC: Tensor, v_BHTC: Tensor) -> tuple[Tensor, Tensor]:
         """The prefix's keys and values followed by the new ones."""
@@ -363,7 +372,7 @@ def _with_cache(
     before = _run(model, taking.embed(ids_BT[:, :first], cache), numbers, cache)
     for k in numbers:
         taking.readout(before[k], k, cache)  # a coda keeps keys and values too
-    cache.frozen = True
+    cache.frozen, cache.length = True, first
     return _run(model, taking.embed(ids_BT[:, first:], cache), numbers, cache), cache
 
 

@@ -22,6 +22,7 @@ from loopscope.cli.configured import Configured
 from loopscope.cli.env import Env
 from loopscope.cli.eval import Eval
 from loopscope.cli.flags import check_known, entry, help_text, sections_of
+from loopscope.cli.generate import Generate
 from loopscope.cli.plan import Plan
 from loopscope.cli.quickstart import Quickstart
 from loopscope.cli.remedy import Remedy
@@ -39,6 +40,7 @@ examples:
   loopscope train --preset nano          train; Ctrl-C saves, the same command resumes
   loopscope audit runs/NAME              which state variables the loop carries and no loss sees
   loopscope eval runs/NAME --depths 1..8 what exiting after each loop costs
+  loopscope generate runs/NAME "The "    text, at any number of loops
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
@@ -64,6 +66,7 @@ VERBS: dict[str, type[Any]] = {
     "audit": Audit,
     "remedy": Remedy,
     "eval": Eval,
+    "generate": Generate,
     "plan": Plan,
     "reproduce": Reproduce,
     "report": Report,
@@ -74,6 +77,7 @@ START_HERE = {
         *("preset", "data", "readout", "placement", "num_loops", "steps", "batch", "lr", "seed", "norm_penalty"),
         *("out", "resume"),
     ),
+    "generate": ("prompts_file", "max_tokens", "temperature", "top_p", "stop", "num_loops", "speculate", "json"),
     "plan": ("preset", "readout", "placement", "num_loops", "steps", "batch", "devices", "device_type", "within_hours"),
 }
 """Fields that a newcomer needs, where a verb has many: its help shows them first."""

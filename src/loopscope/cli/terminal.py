@@ -82,3 +82,9 @@ def sparkline(values: Sequence[float]) -> str:
     if not high - low > 1e-3 * max(abs(high), abs(low)):
         return BARS[3] * len(values)
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in values)
+
+
+def bar(share: float, width: int) -> str:
+    """A share of so many characters as a bar, to an eighth of a character."""
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from loopscope.config import ModelConfig
 from loopscope.model.kernels import RMSNorm, norm_linear, swiglu_linear
-from loopscope.protocol import Cache, Slot
+from loopscope.protocol import Cache, Loop, Slot
 
 SCALED_STD = 0.02
 """Standard deviation of every matrix and table under `init = scaled`."""
@@ -80,23 +80,26 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        mask = None
         if cache is not None:
             k, v = cache.extend(slot, k, v)
-        return norm_linear(causal_attention(q, k, v).transpose(1, 2).flatten(-2), inner, self.out)
+            mask = cache.mask(x_BTD.shape[1])
+        return norm_linear(causal_attention(q, k, v, mask).transpose(1, 2).flatten(-2), inner, self.out)
 
 
-def causal_attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor) -> Tensor:
-    """SDPA in which the last query sees all S keys; T < S when earlier tokens come from a cache."""
+def causal_attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask: Tensor | None = None) -> Tensor:
+    """SDPA in which the last query sees all S keys, or what a mask allows; T < S when a cache has earlier tokens."""
     tokens, keys = q_BHTC.shape[-2], k_BGSC.shape[-2]
-    mask_TS = None
-    if 1 < tokens < keys:
-        mask_TS = torch.ones(tokens, keys, dtype=torch.bool, device=q_BHTC.device).tril(keys - tokens)
+    if mask is not None:
+        mask = mask.to(q_BHTC.device)
+    elif 1 < tokens < keys:
+        mask = torch.ones(tokens, keys, dtype=torch.bool, device=q_BHTC.device).tril(keys - tokens)
     return F.scaled_dot_product_attention(
         q_BHTC,
         k_BGSC,
         v_BGSC,
-        attn_mask=mask_TS,
-        is_causal=tokens == keys,
+        attn_mask=mask,
+        is_causal=mask is None and tokens == keys,
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
 
@@ -328,7 +331,7 @@ class Stack(nn.Module):
         self.part = part
         self.layers = nn.ModuleList(Layer(config) for _ in range(num_layers))
 
-    def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None = None, k: int = 0) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None = None, k: Loop = 0) -> Tensor:
         for index, layer in enumerate(self.layers):
             x_BTD = layer(x_BTD, rotary, cache, (self.part, k, index))
         return x_BTD

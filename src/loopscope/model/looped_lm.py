@@ -19,12 +19,13 @@ from loopscope.model.recurrence import Context, Recurrence
 from loopscope.objectives.placement import Objective, ObjectiveResult
 from loopscope.protocol import (
     Cache,
-    Cached,
     DeclaredVisibility,
     ExitGate,
     LinearReadout,
+    Loop,
     LoopState,
     LoopTrace,
+    MixedDepths,
     Scheduled,
     SharedCore,
     run_loops,
@@ -34,7 +35,7 @@ HUGINN_NOISE_STD = math.sqrt(2 / 5)
 """Std of Huginn's initial state, a normal truncated at three standard deviations."""
 
 
-class LoopedLM(nn.Module, LinearReadout, Cached, DeclaredVisibility, SharedCore, Scheduled):
+class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, SharedCore, Scheduled):
     """A LoopedModel (see `protocol`) built from a `ModelConfig`; with an exit gate it is a `GatedLoopedLM`."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -79,20 +80,18 @@ class LoopedLM(nn.Module, LinearReadout, Cached, DeclaredVisibility, SharedCore,
 
     def embed(self, ids_BT: Tensor, cache: Cache | None = None) -> LoopState:
         """Token (and learned position) embedding, dropout, prelude, and the initial state."""
-        start = 0 if cache is None else cache.length
-        end = start + ids_BT.shape[-1]
-        self._check_ids(ids_BT, end)
-        positions_T = torch.arange(start, end, device=ids_BT.device)
+        tokens = ids_BT.shape[-1]
+        positions_BT = torch.arange(tokens)[None] if cache is None else cache.positions(tokens)
+        self._check_ids(ids_BT, int(positions_BT.max()) + 1 if tokens else 0)
+        positions_BT = positions_BT.to(ids_BT.device)
         e_BTD = self.embedding(ids_BT)
         if self.positions is not None:
-            e_BTD = e_BTD + self.positions(positions_T)
-        rotary = self._rotation(positions_T.expand(ids_BT.shape))
+            e_BTD = e_BTD + self.positions(positions_BT)
+        rotary = self._rotation(positions_BT.expand(ids_BT.shape))
         e_BTD = self.prelude(self.dropout(e_BTD), rotary, cache)
-        if cache is not None:
-            cache.length = end
-        return LoopState(self._initial_state(e_BTD, start, end), context=Context(e_BTD, rotary))
+        return LoopState(self._initial_state(e_BTD, positions_BT), context=Context(e_BTD, rotary))
 
-    def loop(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+    def loop(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         """h_{k-1} → h_k; see `recurrence`."""
         return self.recurrence(state, k, cache)
 
@@ -119,7 +118,7 @@ class LoopedLM(nn.Module, LinearReadout, Cached, DeclaredVisibility, SharedCore,
             return None
         return rotation(positions_BT, self.config.width // self.config.num_heads, self.config.rope_base)
 
-    def _initial_state(self, e_BTD: Tensor, start: int, end: int) -> Tensor:
+    def _initial_state(self, e_BTD: Tensor, positions_BT: Tensor) -> Tensor:
         """h_0: the embedding, zeros, or noise (fresh in training; in evaluation a fixed draw per position)."""
         if self.config.state_init == "embedding":
             return e_BTD
@@ -128,8 +127,9 @@ class LoopedLM(nn.Module, LinearReadout, Cached, DeclaredVisibility, SharedCore,
         if self.training:
             return _truncated_normal(torch.rand_like(e_BTD), HUGINN_NOISE_STD)
         # A longer draw from the same seed starts with the shorter one, so a position keeps its noise in any chunking.
-        uniform_TD = torch.rand(end, e_BTD.shape[-1], generator=torch.Generator().manual_seed(0))[start:]
-        return _truncated_normal(uniform_TD, HUGINN_NOISE_STD).to(e_BTD).expand_as(e_BTD)
+        longest = int(positions_BT.max()) + 1
+        uniform_ND = torch.rand(longest, e_BTD.shape[-1], generator=torch.Generator().manual_seed(0))
+        return _truncated_normal(uniform_ND[positions_BT.cpu()], HUGINN_NOISE_STD).to(e_BTD).expand_as(e_BTD)
 
     def _check_ids(self, ids_BT: Tensor, end: int) -> None:
         if ids_BT.dim() != 2 or ids_BT.dtype not in (torch.int64, torch.int32) or 0 in ids_BT.shape:

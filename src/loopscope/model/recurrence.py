@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from loopscope.config import ModelConfig
 from loopscope.model.layers import Rotation, Stack, make_norm
-from loopscope.protocol import Cache, LoopState
+from loopscope.protocol import Cache, Loop, LoopState
 
 DAMPING_LOGIT = 3.0
 """Spectral damping starts at σ(3) = 0.95."""
@@ -111,7 +111,7 @@ class Recurrence(nn.Module):
         self.loop_embedding = nn.Embedding(config.num_loops, config.width) if config.loop_embedding else None
         self.core = Stack(config, config.num_layers, "core")
 
-    def forward(self, state: LoopState, k: int, cache: Cache | None = None) -> LoopState:
+    def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         """h_{k-1} → h_k."""
         context: Context = state.context
         h_BTD = self.open(state.h_BTD, context.input_BTD, k)
@@ -119,18 +119,28 @@ class Recurrence(nn.Module):
         h_BTD = self.core(h_BTD, context.rotary, cache, k if cache is not None else 0)
         return state.with_h(h_BTD)
 
-    def open(self, h_BTD: Tensor, e_BTD: Tensor, k: int) -> Tensor:
+    def open(self, h_BTD: Tensor, e_BTD: Tensor, k: Loop) -> Tensor:
         """Everything that happens to the carried state before the core."""
-        if self.inter_loop_norm is not None and k > 1:
-            h_BTD = self.inter_loop_norm(h_BTD)
-        if self.damping is not None and k > 1:
-            h_BTD = h_BTD * self.damping.sigmoid()
+        if self.inter_loop_norm is not None:
+            h_BTD = _between_loops(k, h_BTD, self.inter_loop_norm)
+        if self.damping is not None:
+            h_BTD = _between_loops(k, h_BTD, self.damping.sigmoid().mul)
         if self.injection is not None:
             h_BTD = self.injection(h_BTD, e_BTD)
         if self.loop_embedding is not None:
             # Loops beyond the trained depth see the last embedding.
-            h_BTD = h_BTD + self.loop_embedding.weight[min(k, self.num_loops) - 1]
+            table, last = self.loop_embedding.weight, self.num_loops
+            if isinstance(k, int):
+                return h_BTD + table[min(k, last) - 1]
+            return h_BTD + table[[min(each, last) - 1 for each in k]][:, None]
         return h_BTD
+
+
+def _between_loops(k: Loop, h_BTD: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """What opens every loop but the first, for the rows that are beyond it."""
+    if isinstance(k, int):
+        return h_BTD if k == 1 else change(h_BTD)
+    return torch.where(torch.tensor(k, device=h_BTD.device)[:, None, None] > 1, change(h_BTD), h_BTD)
 
 
 def _inter_loop_norm(config: ModelConfig) -> nn.Module | None:
