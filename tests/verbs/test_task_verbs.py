@@ -113,6 +113,12 @@ def test_earlier_depths_of_the_same_text_stay_in_the_table():
     assert now.joined(before).answers == [Answers(1, 6, {1: 0.5, 2: 1.0}), Answers(2, 4, {1: 0.0, 2: 0.25})]
 
 
+def test_cache_policies_are_not_compared_on_a_task(tmp_path):
+    opened = ls.open("preset:hops")
+    with pytest.raises(ConfigError, match="task:hops is a task"):
+        ls.evaluate(opened, data=["task:hops"], tokenizer="bytes", cache_policies=True)
+
+
 def test_a_text_has_no_answers(tmp_path):
     (tmp_path / "text.txt").write_text("a line of text that is no task\n" * 40)
     result = ls.evaluate(follows_pointers(1), data=[str(tmp_path / "text.txt")], length=40)
