@@ -5,6 +5,7 @@
     opened = ls.open("runs/nano")                        # or preset:nano, a Hugging Face folder, my_module:factory
     ls.audit(opened)                                     # what the loop carries and no loss sees
     ls.evaluate(opened, depths=range(1, 9))              # what exiting after each loop costs
+    ls.check(opened)                                     # the same numbers, however it is run?
     ls.generate(opened, "The river")                     # text
     trace = ls.run_loops(opened.model, ids)              # the states of all loops
     logits = opened.model.readout(trace.states[2], 2)    # an exit
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from loopscope.targets import Opened, load
     from loopscope.targets import open_target as open
     from loopscope.verbs.audits import audit
+    from loopscope.verbs.checks import check
     from loopscope.verbs.evaluation import evaluate
     from loopscope.verbs.generation import Generated, generate
     from loopscope.verbs.pushes import push
@@ -88,6 +90,7 @@ _HOME = {
     ),
     "loopscope.targets": ("Opened", "load", "open_target"),
     "loopscope.verbs.audits": ("audit",),
+    "loopscope.verbs.checks": ("check",),
     "loopscope.verbs.evaluation": ("evaluate",),
     "loopscope.verbs.generation": ("Generated", "generate"),
     "loopscope.verbs.pushes": ("push",),
@@ -132,6 +135,7 @@ __all__ = [
     "adapt",
     "audit",
     "build",
+    "check",
     "clamped",
     "evaluate",
     "generate",

@@ -314,14 +314,25 @@ def run_loops(
     if cache is not None:
         cached = Cached.needed(model, "running tokens against earlier ones")
         embed, loop = partial(cached.embed, cache=cache), partial(cached.loop, cache=cache)
-    states = [embed(ids_BT)]
+    states = [_checked(embed(ids_BT), "embed(ids)", None)]
     for k in range(1, num_loops + 1):
         with nullcontext() if k >= first_with_grad else torch.no_grad():
             if recompute and torch.is_grad_enabled():
-                states.append(checkpoint(loop, states[-1], k, use_reentrant=False))
+                state = checkpoint(loop, states[-1], k, use_reentrant=False)
             else:
-                states.append(loop(states[-1], k))
+                state = loop(states[-1], k)
+        states.append(_checked(state, f"loop {k}", states[-1]))
     return LoopTrace(states)
+
+
+def _checked(state: object, what: str, before: LoopState | None) -> LoopState:
+    """The state that somebody's `embed` or `loop` returned; what is none, or has changed its shape, is refused."""
+    if not isinstance(state, LoopState):
+        raise ProtocolError(f"{what} must return a LoopState, got {type(state).__name__}")
+    if before is not None and state.h_BTD.shape != before.h_BTD.shape:
+        was, became = tuple(before.h_BTD.shape), tuple(state.h_BTD.shape)
+        raise ProtocolError(f"{what} changed the shape of the state from {was} to {became}")
+    return state
 
 
 def check_products(model: LoopedModel, device: torch.device) -> None:

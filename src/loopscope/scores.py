@@ -323,6 +323,8 @@ class Evaluation:
     """What cache policies cost, where it was asked for."""
     threads: int | None = None
     device: str = ""
+    unigram_ce: dict[str, float] = field(default_factory=dict)
+    """By split, the CE of a unigram model of the training text: what has to be beaten before a CE says anything."""
 
     def to_json(self) -> dict[str, Any]:
         """What eval.json holds."""

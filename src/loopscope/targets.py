@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,7 +107,14 @@ def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
         return of_folder(path) if is_hf_folder(path) else of_run(path)
     if path.suffix in (".yaml", ".yml"):
         return of_config(text, load_config(path), seed)
-    return of_factory(text, seed)
+    return of_made(text, made_by_factory(text, seed))
+
+
+def is_factory(word: str) -> bool:
+    """Whether a word is package.module:factory, as `open_target` reads it."""
+    path = Path(word)
+    others = word.startswith(("preset:", "hf:")) or path.is_dir() or path.suffix in (".yaml", ".yml")
+    return ":" in word and not others
 
 
 def of_config(name: str, config: Config, seed: int) -> Opened:
@@ -161,12 +169,16 @@ def of_folder(path: Path) -> Opened:
     )
 
 
-def of_factory(word: str, seed: int) -> Opened:
-    """package.module:factory → a LoopedModel, a pair of it and batches, or an `Opened`."""
+def made_by_factory(word: str, seed: int) -> Any:
+    """Whatever the function that package.module:factory names returns."""
     factory = _imported(word)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = _told_as_theirs(f"{word} failed", lambda: _called(factory, word))
+        return _told_as_theirs(f"{word} failed", lambda: _called(factory, word))
+
+
+def of_made(word: str, made: Any) -> Opened:
+    """What a factory returned: a LoopedModel, a pair of it and batches, or an `Opened`."""
     opened = made if isinstance(made, Opened) else None
     model, batches = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     model = model if opened is None else opened.model
@@ -178,6 +190,10 @@ def of_factory(word: str, seed: int) -> Opened:
         model.eval()
     if opened is not None:
         return replace(opened, name=word)
+    if batches is not None and not isinstance(batches, Iterable):
+        raise ConfigError(
+            f"{word} returned a {type(batches).__name__} beside the model; batches are a list of ids (B, T)"
+        )
     if isinstance(batches, Iterator):  # it can be read only once, and more than one measurement will
         batches = _told_as_theirs(f"the batches of {word} failed", partial(list, batches))
     vocab_size = _told_as_theirs(f"the model of {word} failed on two tokens", lambda: _count_logits(model))
@@ -200,9 +216,27 @@ def _imported(word: str) -> Any:
         raise ConfigError(f"cannot import {module_name!r}: {_in_a_line(error)}") from error
     finally:
         sys.path.pop(0)
+    if (package := module_name.partition(".")[0]) != "loopscope":  # our own faults stay ours
+        _NAMED_PACKAGES.add(package)
     if not hasattr(module, attribute):
         raise ConfigError(f"module {module_name!r} has no {attribute!r}")
     return getattr(module, attribute)
+
+
+def their_failure(error: BaseException) -> str | None:
+    """The sentence about an error that somebody's own code ran into, wherever we called it; None for one of ours.
+
+    Theirs is the package that a factory was named in: the innermost line of it in the traceback is where to look.
+    """
+    where = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _NAMED_PACKAGES:
+            where = f"{frame.f_code.co_filename}:{line}"
+    return None if where is None else f"the model failed at {where}: {_in_a_line(error)}"
+
+
+_NAMED_PACKAGES: set[str] = set()
+"""Packages of factories that were opened: as much a property of the process as what it has imported."""
 
 
 def _called(factory: Any, word: str) -> Any:

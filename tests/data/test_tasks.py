@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -15,7 +16,14 @@ from loopscope.data import tasks
 from loopscope.data.corpora import Corpus, open_corpus
 from loopscope.data.files import check_sources
 from loopscope.data.preparation import pack_split, prepare
-from loopscope.data.stream import TaskStream, answer_batches, covered_bytes, evaluation_batches, training_stream
+from loopscope.data.stream import (
+    TaskStream,
+    answer_batches,
+    covered_bytes,
+    evaluation_batches,
+    training_stream,
+    unigram_cross_entropy,
+)
 from loopscope.data.tasks import BUCKETS, HELD_OUT_INSTANCES, TASKS, Hops, Instance, Task, TaskText, open_task
 from loopscope.data.tokenizers import Tokenizer, bytes_tokenizer, train_bpe, train_word
 from loopscope.errors import ConfigError, DataError
@@ -226,6 +234,11 @@ def test_ranks_and_micro_batches_share_one_batch():
         assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
     with pytest.raises(ConfigError, match="multiple of 3 processes"):
         stream.batch(0, 0, 3)
+
+
+def test_a_unigram_model_of_a_task_knows_its_answers_alone():
+    found = unigram_cross_entropy(text_of("train"), text_of(), 256)
+    assert math.log(32) < found < math.log(32) + 0.1, "every cell is the answer alike, and nothing else ever is"
 
 
 def test_any_tokenizer_that_has_the_symbols_hops_the_same_instances():

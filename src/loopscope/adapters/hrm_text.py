@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from loopscope.adapters.foreign import Fields, Foreign, Weights
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import ConfigError, UnsupportedError
+from loopscope.errors import ConfigError, DataError, UnsupportedError
 from loopscope.protocol import Cache, Cached, LinearReadout, LoopState
 
 STACKED = {
@@ -63,6 +63,9 @@ class HrmText(nn.Module, LinearReadout, Cached):
         """z_H is the scaled embedding, z_L its fixed start."""
         model, tokens = self.network.model, ids_BT.shape[1]
         positions_BT = torch.arange(tokens)[None] if cache is None else cache.positions(tokens)
+        end, context = int(positions_BT.max()) + 1, self.network.config.max_position_embeddings
+        if end > context:
+            raise DataError(f"a sequence of {end} tokens is longer than max_position_embeddings = {context}")
         e_BTD = model.embed_tokens(ids_BT) * model.embedding_scale
         rotary = model.rotary_emb(e_BTD, positions_BT.to(ids_BT.device).expand(ids_BT.shape))
         return LoopState(e_BTD, {"z_L": model.z_L_init.to(e_BTD).expand_as(e_BTD)}, context=rotary)

@@ -18,6 +18,7 @@ import tyro
 
 from loopscope.checks import check_whole_numbers
 from loopscope.cli.audit import Audit
+from loopscope.cli.check import Check
 from loopscope.cli.configured import Configured
 from loopscope.cli.env import Env
 from loopscope.cli.eval import Eval
@@ -40,6 +41,7 @@ examples:
   loopscope train --preset nano          train; Ctrl-C saves, the same command resumes
   loopscope audit runs/NAME              which state variables the loop carries and no loss sees
   loopscope eval runs/NAME --depths 1..8 what exiting after each loop costs
+  loopscope check runs/NAME              is cached = uncached, padded = alone, every depth?
   loopscope generate runs/NAME "The "    text, at any number of loops
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
@@ -66,6 +68,7 @@ VERBS: dict[str, type[Any]] = {
     "audit": Audit,
     "remedy": Remedy,
     "eval": Eval,
+    "check": Check,
     "generate": Generate,
     "plan": Plan,
     "reproduce": Reproduce,
@@ -128,7 +131,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return EXIT_INTERRUPTED
-    except Exception:
+    except (Exception, SystemExit) as error:
+        opened = sys.modules.get("loopscope.targets")  # where it was not imported, no code of theirs has run
+        if opened is not None and (theirs := opened.their_failure(error)) is not None:
+            say(f"error: {theirs}")
+            return EXIT_USAGE
+        if isinstance(error, SystemExit):  # tyro's, after it has said what is wrong
+            raise
         traceback.print_exc()
         say("this is a bug in loopscope; please report it with the lines above")
         return EXIT_BUG

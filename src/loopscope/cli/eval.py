@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from loopscope.cli.terminal import bar, print_json, print_tables, print_text, progress, say
 from loopscope.config import MOST_LOOPS
 from loopscope.data.files import check_sources
-from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
@@ -86,13 +86,12 @@ examples:
                 say=say,
                 progress=advance,
             )
-        try:
-            kept = result.keep()
-        except OSError as error:  # a folder that may only be read: what was measured is printed all the same
-            kept = None
-            say(f"eval.json is not written: {error.strerror}")
-        if kept is not None:
-            say(f"scores are in {kept}")
+        if result.opened.run is not None:  # what was measured is printed whether or not it can be kept
+            try:
+                say(f"scores are in {result.keep()}")
+            except (RunError, OSError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                say(f"scores are not kept in eval.json: {why}")
         if self.json:
             print_json(**result.to_json())
         else:
@@ -185,8 +184,9 @@ def _timing(result: EvaluationResult, k: int, what: str) -> Timing:
 
 
 def _rate(timing: Timing) -> str:
-    """Median and quartiles."""
-    return f"{timing.tokens_per_second:,.0f} [{timing.low:,.0f}, {timing.high:,.0f}]"
+    """The median, and half of the distance between the quartiles as a share of it."""
+    rate, low, high = timing.tokens_per_second or 0.0, timing.low or 0.0, timing.high or 0.0
+    return f"{rate:,.0f} ±{(high - low) / 2 / rate:.0%}"
 
 
 def _chart(result: EvaluationResult) -> str:

@@ -97,7 +97,7 @@ examples:
         from loopscope.inference.cache import CachePolicy
         from loopscope.inference.decoding import Policies
         from loopscope.inference.sampling import Sampling
-        from loopscope.verbs.generation import GenerateOptions, Generation
+        from loopscope.verbs.generation import GenerateOptions, stream
 
         sampling = Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
         options = GenerateOptions(
@@ -112,7 +112,7 @@ examples:
             dtype=self.dtype,
             device=self.device,
         )
-        generation = Generation(self.target, prompts, options, tokenizer=self.tokenizer, say=say)
+        generation = stream(self.target, prompts, options, tokenizer=self.tokenizer, say=say)
         if self.json:
             for _ in generation:
                 pass

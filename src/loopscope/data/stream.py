@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from loopscope.config import DataConfig
-from loopscope.data.packing import PackedTokens, pack
-from loopscope.data.tasks import Rows, TaskText
+from loopscope.data.packing import READ_TOKENS, PackedTokens, pack
+from loopscope.data.tasks import HELD_OUT_INSTANCES, Rows, TaskText
 from loopscope.errors import ConfigError, DataError
 from loopscope.machine import cache_folder
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
@@ -36,6 +36,7 @@ __all__ = [
     "pack",
     "permuted",
     "training_stream",
+    "unigram_cross_entropy",
 ]
 
 SplitTokens = PackedTokens | TaskText
@@ -191,6 +192,39 @@ def covered_bytes(tokens: SplitTokens, max_tokens: int | None = None) -> int:
     if isinstance(tokens, TaskText):
         return sum(int((rows.steps_RT > 0).sum()) for rows in tokens.batches(1, max_tokens))  # an answer is a byte
     return tokens.bytes_between(1, 1 + _num_targets(tokens, max_tokens))
+
+
+def unigram_cross_entropy(
+    train: SplitTokens | Tokens, text: SplitTokens | Tokens, vocab_size: int, max_tokens: int | None = None
+) -> float:
+    """Nats per target of `evaluation_batches` of a model that knows how often each token occurs in the training text.
+
+    p(v) = (count of v + 1)/(number of tokens + V): one more of each, so that a token nobody has seen costs a finite
+    amount. A model that is not better than this has not learned to read what stands before a token.
+    """
+    if isinstance(train, TaskText) or isinstance(text, TaskText):
+        assert isinstance(train, TaskText) and isinstance(text, TaskText), "a task stands alone"
+        seen_V, asked_V = 1.0 + _answer_counts(train, vocab_size), _answer_counts(text, vocab_size, max_tokens)
+    else:
+        seen_V = 1.0 + _counts(train, 0, len(train), vocab_size)
+        asked_V = _counts(text, 1, 1 + _num_targets(text, max_tokens), vocab_size)
+    return float(asked_V @ -np.log(seen_V / seen_V.sum()) / asked_V.sum())
+
+
+def _counts(tokens: Tokens, start: int, stop: int, vocab_size: int) -> np.ndarray:
+    """How often each id occurs among tokens start … stop − 1, read in pieces."""
+    counts_V = np.zeros(vocab_size)
+    for first in range(start, stop, READ_TOKENS):
+        counts_V += np.bincount(tokens[first : min(first + READ_TOKENS, stop)], minlength=vocab_size)
+    return counts_V
+
+
+def _answer_counts(text: TaskText, vocab_size: int, max_tokens: int | None = None) -> np.ndarray:
+    """How often each id is an answer of a task; of its training split, among as many instances as are held out."""
+    counts_V = np.zeros(vocab_size)
+    for rows in text.batches(HELD_OUT_INSTANCES, max_tokens):
+        counts_V += np.bincount(rows.ids_RT[rows.steps_RT > 0], minlength=vocab_size)
+    return counts_V
 
 
 def _share(batch_size: int, step: int, rank: int, world_size: int, micro: int, accumulate: int) -> tuple[int, int]:

@@ -187,6 +187,11 @@ class TaskText:
         """UTF-8 bytes of the same text; every symbol is one."""
         return len(self)
 
+    @property
+    def manifest(self) -> dict[str, str]:
+        """Which corpus this is, as packed tokens say it of theirs."""
+        return {"corpus": self.task.word, "corpus_sha256": self.task.sha256}
+
     def training_rows(self, seed: int, first: int, count: int, most_steps: int) -> Rows:
         """Rows first … first + count − 1 of the endless row of instances that belongs to a seed."""
         return self._rows([self.task.instance(self.split, seed, first + row, most_steps) for row in range(count)])

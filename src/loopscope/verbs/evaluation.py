@@ -17,7 +17,7 @@ from loopscope.auditing.activity import loop_activity
 from loopscope.config import MOST_LOOPS
 from loopscope.data.stream import SplitTokens, answer_batches, covered_bytes, evaluation_batches
 from loopscope.data.tasks import TaskText
-from loopscope.errors import ConfigError, DataError
+from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.files import read_as
 from loopscope.inference.policy_costs import policy_costs
 from loopscope.inference.speed import Way, time_depths
@@ -26,9 +26,10 @@ from loopscope.protocol import Cached, LoopedModel, run_loops
 from loopscope.runs import write_json
 from loopscope.scores import Beyond, CacheTable, Evaluation, Split, Timing, beyond
 from loopscope.targets import Batch, Opened, open_target
+from loopscope.training.plan import check_logits
 from loopscope.training.scores import evaluate_depths, score_answers, score_batch
 from loopscope.training.session import set_up
-from loopscope.verbs.text import Say, tokens_for, with_tokenizer
+from loopscope.verbs.text import Say, other_text_of, tokens_for, with_tokenizer
 
 BATCH = 16
 """Sequences evaluated at a time."""
@@ -62,22 +63,25 @@ class EvaluationResult:
         """The verdict on depths beyond the trained one, where such were measured."""
         return beyond(self.measured, self.opened.model.num_loops)
 
-    def keep(self) -> Path | None:
-        """Leave the scores in the eval.json of the run, beside those of other texts and depths; where, or None.
+    def keep(self) -> Path:
+        """Leave the scores in the eval.json of the run, beside those of other texts and depths, and say where.
 
         Only what a run folder stands at is kept there, and the eval.json of a grid's row is the grid's own. Reports
-        compare runs by the first text in it, so it begins with validation text, down to the trained depth.
+        compare runs by the first text in it, so it begins with validation text, down to the trained depth. Why nothing
+        is kept is a RunError.
         """
         run, tokenizer = self.opened.run, self.opened.tokenizer
-        if run is None or tokenizer is None or not self.opened.is_newest or (run.path / "row.json").exists():
-            return None
+        if run is None or tokenizer is None or not self.opened.is_newest:
+            raise RunError(f"{self.opened.name} is not what a run folder stands at")
+        if (run.path / "row.json").exists():
+            raise RunError(f"{run.path} is a row of a grid, which has measured it")
         path = run.path / "eval.json"
         before = read_as(path, Evaluation.from_json, {})
         before = before if before is not None and before.step == self.opened.step else None
         splits = {} if before is None else before.splits
         splits = {**splits, self.text: self.measured.joined(splits.get(self.text))}
         if "valid" not in splits or splits["valid"].at(self.opened.model.num_loops) is None:
-            return None
+            raise RunError(f"it begins with validation text down to the trained depth: loopscope eval {run.path}")
         evaluation = Evaluation(
             step=self.opened.step,
             tokenizer=tokenizer.kind,
@@ -132,6 +136,7 @@ def evaluate(
     if not depths or min(depths) < 1 or max(depths) > MOST_LOOPS:
         raise ConfigError.of("depths", depths, f"depths count loops, from 1 up to {MOST_LOOPS:,}")
     length = _checked_length(opened, length)
+    text = "valid" if data is None else ", ".join(data)
     cached = Cached.needed(opened.model, "comparing cache policies") if cache_policies else None
     if data is None and opened.tokenizer is None and opened.batches is not None:
         scores = _depth_scores(opened.model, _pairs(opened.batches), max(depths))
@@ -140,6 +145,10 @@ def evaluate(
         tokens = tokens_for(opened, data, say)
         if cached is not None and isinstance(tokens, TaskText):
             raise ConfigError.of("cache_policies", True, f"compares them on text, and {tokens.task.word} is a task")
+        if data is None and other_text_of(opened, tokens) is not None:
+            text = f"{tokens.manifest['corpus']}, changed since training"
+        at_once = min(batch * length, max_tokens or len(tokens), len(tokens))
+        check_logits(at_once, opened.vocab_size, batch=batch, device_type=set_up().device)
         scores = score_tokens(
             opened.model, tokens, max(depths), length, batch=batch, max_tokens=max_tokens, progress=progress
         )
@@ -154,7 +163,6 @@ def evaluate(
             timings = time_depths(opened.model, prompt, depths, tokens=count, ways=ways, progress=progress)
         if cached is not None:
             table = _cache_table(opened.model, cached, ids_WT, targets_WT, batch, progress)
-    text = "valid" if data is None else ", ".join(data)
     return EvaluationResult(opened, scores.of(depths), scores, text, timings, table)
 
 

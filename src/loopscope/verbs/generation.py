@@ -102,18 +102,18 @@ class Piece(NamedTuple):
 
 
 class Generation:
-    """A generation in progress: iterate over it for pieces of text as they become certain; then `results` is there."""
+    """A generation in progress (see `stream`): pieces of text as they become certain; then `results` is there."""
 
     def __init__(
         self,
         target: str | Path | Opened,
         prompts: Sequence[str],
-        options: GenerateOptions | None = None,
+        options: GenerateOptions,
         *,
-        tokenizer: str | None = None,
-        say: Say = lambda text: None,
+        tokenizer: str | None,
+        say: Say,
     ) -> None:
-        self.options = options = options or GenerateOptions()
+        self.options = options
         self.opened = with_tokenizer(open_target(target), tokenizer)
         if self.opened.tokenizer is None:
             raise ConfigError(
@@ -184,6 +184,18 @@ class Generation:
         return ids
 
 
+def stream(
+    target: str | Path | Opened,
+    prompts: Sequence[str],
+    options: GenerateOptions | None = None,
+    *,
+    tokenizer: str | None = None,
+    say: Say = lambda text: None,
+) -> Generation:
+    """A generation that runs while it is iterated over, one batch for all prompts; what cannot be done is told now."""
+    return Generation(target, prompts, options or GenerateOptions(), tokenizer=tokenizer, say=say)
+
+
 @overload
 def generate(target: str | Path | Opened, prompt: str, **options: Any) -> Generated: ...
 @overload
@@ -206,7 +218,7 @@ def generate(
     if sampling:
         options["sampling"] = Sampling(**sampling)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    generation = Generation(target, prompts, GenerateOptions(**options), tokenizer=tokenizer, say=say)
+    generation = stream(target, prompts, GenerateOptions(**options), tokenizer=tokenizer, say=say)
     for piece in generation:
         on_text(piece.number, piece.text)
     return generation.results[0] if isinstance(prompt, str) else generation.results

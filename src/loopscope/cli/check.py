@@ -1,0 +1,91 @@
+"""`loopscope check`: conformance of anybody's looped model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from tyro.conf import Positional
+
+from loopscope.cli.terminal import print_json, print_tables, print_text, progress
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK
+from loopscope.words import check_word
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from loopscope.inference.conformance import CheckResult
+    from loopscope.verbs.checks import Checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Flags of `loopscope check`."""
+
+    target: Positional[str]
+    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file, or
+    package.module:factory, which may also return a causal language model of transformers."""
+    context: int | None = None
+    """Tokens the model takes, for a factory whose model does not say."""
+    seed: int = 0
+    """Of the random ids, and of the weights of a fresh model."""
+    device: str | None = None
+    """Where to run: cpu, cuda, cuda:1, mps; where the weights are by default."""
+    json: bool = False
+    """Print every check and finding as JSON."""
+
+    help: ClassVar[str] = """Does a looped model give the same numbers however it is run? Exit code 1 on findings.
+
+Cached = uncached, split anywhere, ragged or padded = alone, rollback, rows at different loops, every depth. A finding
+names loop, layer and position. A check that does not apply says why.
+
+examples:
+  loopscope check preset:nano
+  loopscope check runs/nano-per-loop-rmsnorm-s42
+  loopscope check downloads/Ouro-1.4B --json > check.json
+  loopscope check my_package.my_model:build"""
+
+    def run(self) -> int:
+        """Check and print."""
+        check_word(self.target)
+        from loopscope.verbs.checks import check
+
+        with progress(self.target) as advance:
+            checked = check(self.target, context=self.context, device=self.device, seed=self.seed, progress=advance)
+        if self.json:
+            print_json(**checked.to_json())
+        else:
+            print_checked(checked)
+        return EXIT_FINDINGS if checked.conformance.findings else EXIT_OK
+
+
+def print_checked(checked: Checked) -> None:
+    """The verdict, a table of all checks, and what was found."""
+    result = checked.conformance
+    loops = "loops inside" if result.num_loops is None else f"{result.num_loops} loops, run to {result.deepest}"
+    print_text(f"{checked.name}: {loops}; texts of {result.tokens} tokens in {result.dtype}")
+    by_status = {status: sum(each.status == status for each in result.checks) for status in STATUSES}
+    print_text(", ".join(f"{count} {status}" for status, count in by_status.items()) + "\n")
+    print_tables(_table(result.checks))
+    for each in result.checks:
+        for finding in each.findings:
+            print_text(f"{each.name}: {finding.text}")
+    print_text(f"tolerance {result.tolerance.value:.1g}: {result.tolerance.why}")
+    for note in result.notes:
+        print_text(f"note: {note}")
+
+
+STATUSES = ("passed", "found", "not applicable")
+
+
+def _table(checks: tuple[CheckResult, ...]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for name in ("check", "claim", "result", "largest difference", "changed choices"):
+        table.add_column(name, overflow="fold", justify="right" if name[0] in "l" or "choices" in name else "left")
+    for each in checks:
+        claim = each.claim if each.reason is None else f"{each.claim}: {each.reason}"
+        numbers = (f"{each.largest:.1g}", f"{each.flips} of {each.choices}") if each.ways else ("", "")
+        table.add_row(each.name, claim, each.status, *numbers)
+    return table
