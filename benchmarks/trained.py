@@ -41,7 +41,9 @@ def trained(size: str, kind: str, num_loops: int = 4) -> Opened:
 
 def held_out(opened: Opened) -> PackedTokens:
     """The validation text of a trained model, in its tokens."""
-    return tokens_for(opened, None, lambda text: None)
+    tokens = tokens_for(opened, None, lambda text: None)
+    assert isinstance(tokens, PackedTokens), "the built-in corpus is packed"
+    return tokens
 
 
 if __name__ == "__main__":

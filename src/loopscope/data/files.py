@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from loopscope.data.tasks import is_task, open_task
 from loopscope.errors import DataError, UnsupportedError
 from loopscope.files import in_bytes, open_file
 
@@ -136,7 +137,9 @@ class TextFile:
 def check_sources(names: Iterable[str]) -> None:
     """Refuse sources that name no file that can be read, without reading any; no torch is needed for that."""
     for name in names:
-        if name != "builtin" and not name.startswith("hf:"):
+        if is_task(name):
+            open_task(name)
+        elif name != "builtin" and not name.startswith("hf:"):
             for path in _named_paths(name):
                 with _told(path):
                     open_file(path).close()
@@ -160,7 +163,9 @@ def _named_paths(pattern: str) -> list[Path]:
         if not found:
             raise DataError(f"no file matches {pattern}")
     else:
-        raise DataError(f"no such file: {pattern}; a source is builtin, a file or glob, or hf:DATASET[:CONFIG]")
+        raise DataError(
+            f"no such file: {pattern}; a source is builtin, a file or glob, hf:DATASET[:CONFIG], or task:NAME"
+        )
     for match in found:
         if _kind_of(match)[0] not in KINDS:
             raise DataError(f"{match}: only {', '.join(KINDS)} can be read, each also with .gz or .zst added")
