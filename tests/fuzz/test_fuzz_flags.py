@@ -7,6 +7,7 @@ A case is one command, in this process, up to the point where the work would beg
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -69,6 +70,8 @@ def place(tmp_path_factory) -> Iterator[Path]:
     make_run(folder)
     make_grid(folder)
     (folder / "text.txt").write_text("\n".join(LINES) + "\n")
+    for name in ("remedies", "audits", "checks", "generation", "training", "evaluation"):
+        importlib.import_module(f"loopscope.verbs.{name}")  # what is first imported later would keep a stub for good
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("LOOPSCOPE_CACHE", str(folder / "cache"))
