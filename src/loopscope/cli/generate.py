@@ -54,8 +54,8 @@ class Generate:
     num_loops: int | None = None
     """Loops per token, also beyond the trained depth; the trained depth by default."""
     halting: str | None = None
-    """RULE:THRESHOLD: a token leaves as soon as its score reaches the threshold, as in margin:2.5; no promise is made
-    about the cost."""
+    """A policy file of `loopscope calibrate`, or RULE:THRESHOLD, as in margin:2.5, of whose cost nothing is promised:
+    a token leaves as soon as its score reaches the threshold."""
     show_loops: bool = False
     """Colour tokens by the loop they left at, on a terminal, and say how many left where."""
     speculate: str = "plain"
