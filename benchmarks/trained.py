@@ -19,7 +19,7 @@ from loopscope.machine import cache_folder
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.text import tokens_for
 
-STEPS = {"nano": 600, "micro": 300}
+STEPS = {"nano": 600, "micro": 150}
 PENALTY = {"controlled": 0.01, "rmsnorm": 0.0}
 
 

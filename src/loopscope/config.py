@@ -76,6 +76,8 @@ class ModelConfig:
     """Key/value heads (grouped-query attention); None means as many as heads."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head."""
+    attention_gate: bool = False
+    """Multiply what the heads return by a sigmoid of the layer's input, channel by channel (HRM-Text)."""
     mlp: Literal["swiglu", "gelu", "relu2"] = "swiglu"
     """Feed-forward kind."""
     mlp_width: int | None = None

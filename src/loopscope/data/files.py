@@ -28,6 +28,8 @@ from loopscope.files import in_bytes, open_file
 
 KINDS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
+MOST_FIELDS = 20
+"""Names of a record that an error shows."""
 CHUNK = 1 << 17
 """Compressed bytes read at once."""
 ZSTD_STEP = 1 << 10
@@ -304,7 +306,8 @@ def _too_long(place: str) -> DataError:
 
 
 def _no_field(field: str, names: list[str], place: str) -> DataError:
-    found = ", ".join(map(repr, names)) or "no fields"
+    found = ", ".join(map(repr, names[:MOST_FIELDS])) or "no fields"
+    found += f" and {len(names) - MOST_FIELDS:,} more" if len(names) > MOST_FIELDS else ""
     return DataError(f"{place}: no field {field!r}; it has {found} (flag --text-field)")
 
 
