@@ -37,7 +37,9 @@ class TransformersModel:
         self.vocab_size: int = network.config.get_text_config().vocab_size
         self._parameters = inspect.signature(network.forward).parameters
         self.takes_mask = self._takes("attention_mask")
-        ends = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
+        transformers = sys.modules["transformers"]  # a model of it is here, so it has been imported
+        self._generates = isinstance(network, transformers.GenerationMixin)
+        ends = network.generation_config.eos_token_id if self._generates else None
         self.end_ids: Sequence[int] = [] if ends is None else ends if isinstance(ends, list) else [ends]
 
     def _takes(self, name: str) -> bool:
@@ -81,7 +83,7 @@ class TransformersModel:
 
     def generate(self, ids_BT: Tensor, mask_BT: Tensor, count: int) -> Tensor | None:
         """Greedy tokens by the model's own `generate`."""
-        if not callable(getattr(self.network, "generate", None)):
+        if not self._generates:
             return None
         settings = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         return self.network.generate(ids_BT, attention_mask=mask_BT, **settings)[:, ids_BT.shape[1] :]

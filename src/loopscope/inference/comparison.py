@@ -202,7 +202,9 @@ def blame(got: Record, expected: Record | None, difference: Difference, toleranc
         if _differ(mine.keys_N, write.keys_N, tolerance):
             # What a layer reads makes its values too: these keys were made of the right state, at the wrong place.
             how = f"the values of {write} are right and its keys are not: its position, or their rotation"
-            return Blame(*(("positions", 0, None) if before is None else (write.part, write.loop, write.slot[2])), how)
+            if before is None:
+                return Blame("positions", 0, None, how)
+            return Blame(write.part, write.loop, write.slot[2], how)
         before = write
     last = [each for each in right if each.loop == stage.loop and (each.part == "coda") == (stage.kind == "logits")]
     if last:
