@@ -32,6 +32,7 @@ bench: $(STAMP)           ## every claim of speed, measured side by side
 	$(BIN)/python benchmarks/audit_cost.py
 	$(BIN)/python benchmarks/grid.py
 	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/cache.py
 
 docs: $(STAMP)            ## rewrite the pages that are generated from the code
 	$(BIN)/python docs/generate.py

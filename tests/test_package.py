@@ -26,6 +26,12 @@ def test_reading_configurations_loads_no_torch():
     assert in_a_fresh_process(script) == "False"
 
 
+def test_a_plan_does_not_pay_for_torchs_compiler():
+    """It takes as long to import as torch itself; what is never compiled does without."""
+    script = "import sys, loopscope.training.plan; print('torch._dynamo' in sys.modules)"
+    assert in_a_fresh_process(script) == "False"
+
+
 def test_importing_leaves_torch_as_it_was():
     """No threads, dtypes, seeds or denormal modes are set by an import."""
     script = (

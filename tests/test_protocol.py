@@ -286,3 +286,14 @@ def test_the_audit_sees_what_an_overridden_readout_shows(tiny, ids_BT):
         torch.manual_seed(0)
         verdicts[kind] = ls.audit(kind(tiny), [ids_BT], options=QUICK).variable("scale").verdict
     assert verdicts == {ls.LoopedLM: "blind", Shouting: "visible"}
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [(lambda state: 3, "LoopState, got int"), (lambda state: state.with_h(state.h_BTD[:, :1]), "changed the shape")],
+)
+def test_a_loop_that_returns_no_state_or_another_shape_is_named(tiny, ids_BT, monkeypatch, returns, message):
+    model = ls.build(tiny, seed=0)
+    monkeypatch.setattr(model, "loop", lambda state, k: state if k == 1 else returns(state))
+    with pytest.raises(ProtocolError, match=f"loop 2 .*{message}"):
+        run_loops(model, ids_BT)

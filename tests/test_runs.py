@@ -114,3 +114,10 @@ def test_looking_whether_a_run_is_locked_keeps_nobody_from_locking_it(tmp_path):
 
 def test_git_state_is_none_outside_a_repository(tmp_path):
     assert git_state(tmp_path) is None
+
+
+def test_half_a_surrogate_pair_in_metrics_does_not_keep_a_run_from_going_on(tmp_path):
+    run = RunFolder(tmp_path)
+    run.metrics_path.write_text('{"step": 1, "message": "\\ud800 x"}\n{"step": 2}\n')
+    run.forget_metrics_after(1)
+    assert run.read_metrics() == [{"step": 1, "message": "? x"}]

@@ -271,6 +271,9 @@ def test_weights_that_are_not_numbers_are_no_success_for_any_verb(train, tmp_pat
     output = capsys.readouterr()
     scores = json.loads(output.out, parse_constant=pytest.fail)
     assert scores["depths"][0]["ce"] is None and "is not finite" in output.err
+    assert main(["audit", str(tmp_path / "run")]) == 1 and "NaN or infinity" in capsys.readouterr().err
+    assert main(["remedy", str(tmp_path / "run"), "--out", str(tmp_path / "fixed")]) == 1
+    assert "no fix mends that" in capsys.readouterr().err and not (tmp_path / "fixed").exists()
 
 
 def test_a_finished_run_names_the_commands_that_come_next(train, tmp_path):
@@ -425,3 +428,42 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_is_written(tra
     code, _, err = train("--track", "wandb")
     assert code == 2 and "pip install 'loopscope[track]'" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_eval_says_that_a_runs_text_has_changed_and_does_not_keep_its_scores_as_validation(
+    train, text, tmp_path, capsys
+):
+    train()
+    text.write_text(text.read_text() + "one more line\n" * 50)
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    err = capsys.readouterr().err
+    assert len(set(re.findall("[0-9a-f]{64}", err))) == 2 and "scores are not kept in eval.json" in err
+    assert not (tmp_path / "run" / "eval.json").exists()
+
+
+def test_the_tokenizer_of_an_attempt_that_came_to_nothing_is_not_taken_for_the_runs(train, tmp_path):
+    (tmp_path / "short.txt").write_text("too short\n")
+    fitted = ("--tokenizer", "bpe", "--vocab-size", "300")
+    assert train(*fitted, "--data", str(tmp_path / "short.txt"))[0] == 2
+    assert (tmp_path / "run" / "tokenizer").exists() and train(*fitted)[0] == 0
+    train(*fitted, out="afresh")
+    first, second = ((tmp_path / run / "tokenizer" / "tokenizer.json").read_text() for run in ("run", "afresh"))
+    assert first == second
+
+
+def test_an_evaluation_that_no_memory_holds_is_refused_before_it_begins(train, tmp_path, capsys, monkeypatch):
+    train()
+    monkeypatch.setattr("loopscope.training.plan.memory_bytes", lambda device: 1 << 10)
+    assert main(["eval", str(tmp_path / "run"), "--batch", "1000000000"]) == 2
+    assert "batch = 1000000000: the logits of" in capsys.readouterr().err
+
+
+def test_an_empty_name_of_a_configuration_is_called_empty(capsys):
+    assert main(["train", "--config", ""]) == 2
+    assert "--config is empty" in capsys.readouterr().err
+
+
+def test_a_run_folder_whose_name_is_not_utf_8_is_a_run_like_any_other(train, tmp_path):
+    code, out, _ = train("--json", out=os.fsdecode(b"caf\xe9"))
+    assert code == 0 and json.loads(out)["outcome"] == "finished"
+    json.loads((tmp_path / os.fsdecode(b"caf\xe9") / "manifest.json").read_text())

@@ -4,10 +4,12 @@ LoopscopeError                 exit code 2: the user's mistake, told in one sent
 ├── ConfigError                a field, flag or file of a configuration is wrong
 ├── DataError                  a corpus or batch cannot be used
 ├── ProtocolError              a model breaks the LoopedModel protocol
+│   └── NotFiniteError         its states or scores are no numbers: a finding about the model, exit code 1
 ├── RunError                   a run folder or checkpoint cannot be used
 └── UnsupportedError           a combination that this build or machine cannot do
 
-Findings (a blind spot, a claim that fails) are results, not errors: verbs return exit code 1 for them.
+Findings (a blind spot, a claim that fails) are results, not errors: verbs return exit code 1 for them. Only of a model
+that is not finite is there no result to return.
 Anything else that escapes is our bug: a traceback and exit code 70, so that no pipeline takes it for a finding.
 `assert` is reserved for our own bugs.
 """
@@ -45,6 +47,12 @@ class DataError(LoopscopeError):
 
 class ProtocolError(LoopscopeError):
     """A model does not do what `loopscope.protocol` says; the message names the function and the loop."""
+
+
+class NotFiniteError(ProtocolError):
+    """A model whose states or scores are not finite: found out about it, not a mistake of the command."""
+
+    exit_code = EXIT_FINDINGS
 
 
 class RunError(LoopscopeError):

@@ -123,6 +123,11 @@ def integer(value: object) -> int | None:
     return int(found) if found is not None and found == int(found) else None
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 0 to the largest that a tensor holds."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
 def words(value: object) -> str:
     """A text or number as text, and nothing for anything else."""
     if value is None or isinstance(value, list | dict):
@@ -150,11 +155,13 @@ def mapping(value: object) -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null instead, at any depth."""
+    """JSON has no NaN and no infinity: null instead, at any depth. Half a surrogate pair is no text: "?" instead."""
     if isinstance(value, dict):
-        return {name: without_nan(one) for name, one in value.items()}
+        return {without_nan(name): without_nan(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(one) for one in value]
+    if isinstance(value, str):  # a path that is not UTF-8, or a file that spells one out
+        return value.encode("utf-8", "replace").decode("utf-8")
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -311,8 +318,8 @@ def _is_gap(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-Form = type | tuple[type, ...] | list[Any] | dict[str, Any]
-"""What a value should be: of a type or one of several, a list of values of one form, or names with theirs."""
+Form = type | tuple[type, ...] | list[Any] | dict[str, Any] | Callable[[object], bool]
+"""What a value should be: of a type or one of several, a list of values of one form, names with theirs, or a test."""
 NUMBER = (int, float)
 NULL = type(None)
 
@@ -327,6 +334,8 @@ def first_misfit(value: object, form: Form, place: str = "") -> str | None:
         if not isinstance(value, list):
             return place
         inside = ((item, form[0], f"{place}[{n}]") for n, item in enumerate(value))
+    elif not isinstance(form, type | tuple):
+        return None if form(value) else place
     else:
         wrong_flag = isinstance(value, bool) and form is not bool
         return place if wrong_flag or not isinstance(value, form) else None

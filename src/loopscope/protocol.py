@@ -39,8 +39,8 @@ class LoopState:
     context: Any = None
     """What every loop may read and none may change: injected input, positions."""
 
-    def take(self, rows: Tensor) -> LoopState:
-        """The state of some batch rows only (an index or a mask), carried tensors and context included.
+    def take(self, rows: Tensor | slice) -> LoopState:
+        """The state of some batch rows only (an index, a mask or a slice), carried tensors and context included.
 
         A tensor that does not lead with the batch size (rotary angles of shape (T, C), a scalar) is shared by all rows
         and stays as it is. Where there are as many rows as tokens the two look alike, and the tensor is taken for one
@@ -314,14 +314,25 @@ def run_loops(
     if cache is not None:
         cached = Cached.needed(model, "running tokens against earlier ones")
         embed, loop = partial(cached.embed, cache=cache), partial(cached.loop, cache=cache)
-    states = [embed(ids_BT)]
+    states = [_checked(embed(ids_BT), "embed(ids)", None)]
     for k in range(1, num_loops + 1):
         with nullcontext() if k >= first_with_grad else torch.no_grad():
             if recompute and torch.is_grad_enabled():
-                states.append(checkpoint(loop, states[-1], k, use_reentrant=False))
+                state = checkpoint(loop, states[-1], k, use_reentrant=False)
             else:
-                states.append(loop(states[-1], k))
+                state = loop(states[-1], k)
+        states.append(_checked(state, f"loop {k}", states[-1]))
     return LoopTrace(states)
+
+
+def _checked(state: object, what: str, before: LoopState | None) -> LoopState:
+    """The state that somebody's `embed` or `loop` returned; what is none, or has changed its shape, is refused."""
+    if not isinstance(state, LoopState):
+        raise ProtocolError(f"{what} must return a LoopState, got {type(state).__name__}")
+    if before is not None and state.h_BTD.shape != before.h_BTD.shape:
+        was, became = tuple(before.h_BTD.shape), tuple(state.h_BTD.shape)
+        raise ProtocolError(f"{what} changed the shape of the state from {was} to {became}")
+    return state
 
 
 def check_products(model: LoopedModel, device: torch.device) -> None:

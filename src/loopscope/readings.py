@@ -6,8 +6,8 @@ Nothing here raises for what a file says: what cannot be used is a gap, and a se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -109,6 +109,17 @@ class Push:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lemma2:
+    """Sums over tokens of what one loop moves, and of what Lemma 2 misses of that."""
+
+    tokens: int | None
+    scale_moved: float | None
+    scale_missed: float | None
+    direction_moved: float | None
+    direction_missed: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AuditedLoop:
     """One loop of the audit's rollout."""
 
@@ -123,6 +134,18 @@ class AuditedLoop:
     radial_update: float | None
     tangential_update: float | None
     norm_quantiles: list[float | None]
+    scale_curvature: float | None
+    """Mean over tokens of d²CE/d(ln α)²; None in audits of older versions, and beyond the trained depth."""
+    scale_curvature_size: float | None
+    """Median over tokens of its absolute value."""
+    lemma_2: Lemma2 | None
+    """None in audits of older versions, and without a next loop."""
+
+    @classmethod
+    def from_json(cls, part: Part, k: int) -> Self:
+        """What can be read of it."""
+        tested = part.part("lemma_2")
+        return part.as_a(cls, k=k, lemma_2=tested.as_a(Lemma2) if tested.values else None)
 
 
 @dataclass(frozen=True)
@@ -168,6 +191,8 @@ class Audit:
     """CE at each α, by the loop whose state was stretched."""
     interventions: list[Intervention]
     heaviest: list[Token]
+    is_up_to_date: bool
+    """Whether its loops were asked for all that they are asked for today, whatever came of it."""
     pushes: list[Push]
     """Empty where the push test was not asked for."""
     notes: list[str]
@@ -177,19 +202,39 @@ class Audit:
         """Blind variables by name."""
         return [variable.name for variable in self.variables if variable.verdict == "blind"]
 
+    @property
+    def tests_of_lemma_2(self) -> list[Lemma2]:
+        """One for each loop of the rollout that has a next one; none in audits of older versions."""
+        return [loop.lemma_2 for loop in self.loops.values() if loop.lemma_2 is not None]
+
+    @property
+    def scale_missed(self) -> float | None:
+        """Share of the motion of scale over all loops that Lemma 2 misses; None where no token could be counted."""
+        tests = self.tests_of_lemma_2
+        return _quotient([one.scale_missed for one in tests], [one.scale_moved for one in tests])
+
+    @property
+    def direction_missed(self) -> float | None:
+        """The same of the motion of direction."""
+        tests = self.tests_of_lemma_2
+        return _quotient([one.direction_missed for one in tests], [one.direction_moved for one in tests])
+
     @classmethod
     def from_json(cls, part: Part) -> Self:
         """What can be read of it."""
         model, directions, sweep = part.part("model"), part.part("blind_directions"), part.part("alpha_sweep")
+        loops = part.by_number("loops")
+        asked = {field.name for field in fields(AuditedLoop)}
         return part.as_a(
             cls,
+            is_up_to_date=bool(loops) and all(asked <= loop.values.keys() for loop in loops.values()),
             step=model.integer("step"),
             num_loops=model.integer("num_loops"),
             width=model.integer("width"),
             variables=[row.as_a(Variable, name=row.text("name") or "unnamed") for row in part.parts("variables")],
             dimension=directions.integer("dimension"),
             named=[name for row in directions.parts("named") if (name := row.text("name"))],
-            loops={k: row.as_a(AuditedLoop, k=k) for k, row in part.by_number("loops").items()},
+            loops={k: AuditedLoop.from_json(row, k) for k, row in loops.items()},
             alphas=sweep.numbers("alphas"),
             sweeps={k: row.numbers("ce") for k, row in sweep.by_number("loops").items()},
             interventions=[row.as_a(Intervention, clamps=_clamped(row)) for row in part.parts("interventions")],
@@ -197,6 +242,14 @@ class Audit:
             pushes=[row.as_a(Push, name=row.text("name") or "unnamed") for row in part.part("push").parts("pushes")],
             notes=part.part("checks").texts("notes"),
         )
+
+
+def _quotient(above: Sequence[float | None], below: Sequence[float | None]) -> float | None:
+    """Σ above / Σ below, where every one of them was measured: what hardly moves weighs as little."""
+    numerators, denominators = ([value for value in values if value is not None] for values in (above, below))
+    if len(numerators) < len(above) or len(denominators) < len(below) or not sum(denominators):
+        return None
+    return sum(numerators) / sum(denominators)
 
 
 def in_fold(factor: float) -> str:
@@ -306,6 +359,8 @@ class Run:
     events: list[Event]
     evaluation: Evaluation | None
     audit: Audit | None
+    untrained: Audit | None
+    """The audit of the same design with the weights its training began with: rows of a grid have one."""
     row: RowRecord | None
     """Where it is a row of a grid."""
     problems: Problems
@@ -463,6 +518,7 @@ def read_run(folder: Path, name: str) -> Run:
         events=events,
         evaluation=read_as(folder / "eval.json", Evaluation.from_json, problems),
         audit=read_as(folder / "audit.json", Audit.from_json, problems),
+        untrained=read_as(folder / "audit-untrained.json", Audit.from_json, problems),
         row=read_as(folder / "row.json", RowRecord.from_json, problems),
         problems=problems,
     )
@@ -492,6 +548,13 @@ def perplexity_at(run: Run, k: int, split: str) -> float | None:
 def final_perplexity(run: Run, split: str) -> float | None:
     """Perplexity at full depth."""
     return perplexity_at(run, run.num_loops, split)
+
+
+def unigram_gain(run: Run, split: str) -> float | None:
+    """Nats by which CE at full depth is below that of a unigram model of the training text."""
+    full = run.depth(run.num_loops, split)
+    unigram = run.evaluation.unigram_ce.get(split) if run.evaluation else None
+    return difference(unigram, full.ce) if full else None
 
 
 def exit_failure(run: Run, split: str | None = None) -> float | None:

@@ -25,7 +25,13 @@ from loopscope.errors import RunError
 from loopscope.files import integer, read_lines, without_nan
 
 SCHEMA_VERSION = 1
-WRITTEN_UNDER_LOCK = ("config.yaml", "manifest.json", "metrics.jsonl")
+WRITTEN_UNDER_LOCK = (
+    "config.yaml",
+    "manifest.json",
+    "metrics.jsonl",
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer-manifest.json",
+)
 """Files that only the holder of the lock writes, each through a temporary one beside it."""
 GLANCE_SECONDS = 0.5
 """Somebody who only looks whether a run is locked shares the lock for an instant, never for longer than this."""
@@ -54,7 +60,7 @@ class RunFolder:
 
     def config(self) -> Config:
         """The configuration the run was started with."""
-        if not self.config_path.is_file():
+        if not self.config_path.exists():
             raise RunError(f"{self.path} is not a run folder: it has no config.yaml")
         return load_config(self.config_path)
 
@@ -98,7 +104,8 @@ class RunFolder:
             file.write(f"process {os.getpid()}")
             file.flush()
             for name in WRITTEN_UNDER_LOCK:  # of a process that was killed while it wrote
-                for left in self.path.glob(f".{name}.*"):
+                file_itself = self.path / name
+                for left in file_itself.parent.glob(f".{file_itself.name}.*"):
                     left.unlink(missing_ok=True)
             yield
 

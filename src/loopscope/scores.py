@@ -1,4 +1,7 @@
-"""Scores after every loop, and eval.json, which keeps them. No torch here: reports read what evaluations write."""
+"""Scores after every loop, the verdicts on them, and eval.json, which keeps them.
+
+No torch here: reports read what evaluations write.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,16 @@ SPLITS = ("valid", "test")
 """Splits that are scored, in the order they are shown: choices are made on the first."""
 MOST_PERPLEXITY_CE = 700.0
 """Nats above which exp(CE) is not a number any more."""
+NOTICED = 0.01
+"""Nats per token from which two scores of one model on the same tokens differ: 1 % of perplexity, as in the audit."""
+BROKEN = 0.1
+"""Nats per token above the trained depth from which a depth is broken: 10 % of perplexity, ten times what is noticed.
+No user would pay for loops that cost so much; what lies between is worse and may still be wanted for another reason."""
+CERTAIN = 2.0
+"""Standard errors by which a cost must keep off `NOTICED` to be called safe or unsafe."""
+HALVED = 0.5
+"""A ratio of last to first up to which a loop's motion dies down; its inverse is where a scale drifts. Of four loops, a
+fixed point that is approached at a rate of 0.7 a loop halves its steps; one that stands at 0.9 does not settle."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,178 @@ class Split:
         return part.as_a(cls, depths=[row.as_a(Depth, k=k) for k, row in part.by_number("depths").items()])
 
 
+# --- beyond the trained depth ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What happens to CE at depths k beyond the trained one, K: each is better, flat, worse or broken.
+
+    better   CE(k) ≤ CE(K) − NOTICED        worse    CE(k) ≥ CE(K) + NOTICED
+    flat     in between                     broken   CE(k) ≥ CE(K) + BROKEN, or not a number
+    """
+
+    trained: int
+    deepest: int
+    better_until: int | None
+    """The last better depth before any that is worse."""
+    flat_until: int | None
+    """The last depth before any that is worse."""
+    worse_from: int | None
+    """The first worse depth."""
+    broken_from: int | None
+
+    @property
+    def sentence(self) -> str:
+        """Better until 6, flat until 8, broken from 9."""
+        parts = [] if self.better_until is None else [f"better until {self.better_until}"]
+        if self.flat_until not in (None, self.better_until):
+            parts.append(f"flat until {self.flat_until}")
+        if self.worse_from not in (None, self.broken_from):
+            parts.append(f"worse from {self.worse_from}")
+        if self.broken_from is not None:
+            parts.append(f"broken from {self.broken_from}")
+        deepest = "" if self.worse_from is not None else ", the deepest measured"
+        return f"Beyond the trained {self.trained} loops: {', '.join(parts)}{deepest}."
+
+
+def beyond(split: Split, num_loops: int) -> Beyond | None:
+    """The verdict on depths beyond `num_loops`; None where none was measured, or the trained one was not."""
+    trained = split.at(num_loops)
+    deeper = [depth for depth in split.depths if depth.k > num_loops]
+    if trained is None or trained.ce is None or not deeper:
+        return None
+    cost = {depth.k: math.inf if depth.ce is None else depth.ce - trained.ce for depth in deeper}
+    cost = {k: math.inf if math.isnan(by) else by for k, by in cost.items()}
+    worse_from = next((k for k, by in cost.items() if by >= NOTICED), None)
+    before = [k for k in cost if worse_from is None or k < worse_from]
+    return Beyond(
+        trained=num_loops,
+        deepest=deeper[-1].k,
+        better_until=next((k for k in reversed(before) if cost[k] <= -NOTICED), None),
+        flat_until=before[-1] if before else None,
+        worse_from=worse_from,
+        broken_from=next((k for k, by in cost.items() if by >= BROKEN), None),
+    )
+
+
+# --- what a cache may drop -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PolicyCost:
+    """What a cache policy saves, and what it costs on text that is decoded under it."""
+
+    policy: str
+    applies_to: str
+    """decode: prompts run with all slots; or prefill and decode."""
+    bytes_per_token: int | None
+    share: float | None
+    """Of the bytes of an exact cache."""
+    ce: float | None
+    """Nats per token; None where the model gave no numbers any more."""
+    delta_ce: float | None
+    """CE − that of the exact cache, on the same tokens."""
+    standard_error: float | None
+    """Of `delta_ce`, over windows; None for a single one."""
+
+    @property
+    def verdict(self) -> str:
+        """Safe below `NOTICED`, unsafe above, by two standard errors; else undecided, and more text would decide."""
+        if self.delta_ce is None:
+            return "unsafe"
+        margin = CERTAIN * (self.standard_error or 0.0)
+        if self.delta_ce + margin <= NOTICED:
+            return "safe"
+        return "unsafe" if self.delta_ce - margin > NOTICED else "undecided"
+
+    @property
+    def name(self) -> str:
+        """The policy and where it applies, in words."""
+        return f"{self.policy} ({'decode only' if self.applies_to == 'decode' else 'prefill too'})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheTable:
+    """Every cache policy of one model, and how its loop moves."""
+
+    num_loops: int | None
+    windows: int | None
+    tokens: int | None
+    """Targets that each ΔCE is a mean of."""
+    policies: list[PolicyCost]
+    """The exact cache first."""
+    update_ratio: float | None
+    """‖h_K − h_{K−1}‖ over ‖h_2 − h_1‖: well below 1 where the loop contracts. None with fewer than three loops."""
+    turning_ratio: float | None
+    """The same of the directions u = h/s, which is what keys and values of a pre-norm model are made of."""
+    scale_ratio: float | None
+    """s_K / s_1."""
+
+    @property
+    def cheapest(self) -> PolicyCost | None:
+        """The safe policy that keeps the fewest bytes, and of those the one that costs least."""
+        safe = [each for each in self.policies[1:] if each.verdict == "safe"]
+        return min(safe, key=lambda each: (each.share or 1.0, each.delta_ce or 0.0), default=None)
+
+    @property
+    def summary(self) -> str:
+        """Which policies are safe, the cheapest of them, and how the loop moves."""
+        others, cheapest = self.policies[1:], self.cheapest
+        if not others:
+            return "One loop has one slot: there is nothing to share."
+        safe = [each.name for each in others if each.verdict == "safe"]
+        if cheapest is not None:
+            says = f"Safe at {NOTICED} nats a token: {', '.join(safe)}. "
+            says += f"Cheapest: {cheapest.name}, {cheapest.share:.3g} of the exact bytes."
+        else:
+            best = min(others, key=lambda each: math.inf if each.delta_ce is None else each.delta_ce)
+            says = f"No policy is safe at {NOTICED} nats a token; the least costly is {best.name}"
+            says += "." if best.delta_ce is None else f" at {best.delta_ce:+.4f}."
+        if undecided := [each.name for each in others if each.verdict == "undecided"]:
+            says += f" Undecided on this much text: {', '.join(undecided)}."
+        return says + self._motion()
+
+    def _motion(self) -> str:
+        if self.update_ratio is None or self.turning_ratio is None or self.scale_ratio is None:
+            return ""
+        contracts = "contracts" if self.update_ratio <= HALVED else "does not contract"
+        turns = "turns less and less" if self.turning_ratio <= HALVED else "goes on turning"
+        drifts = "keeps its scale" if HALVED < self.scale_ratio < 1 / HALVED else "drifts in scale"
+        return (
+            f" The loop {contracts} (last update {self.update_ratio:.3g} of the first), {turns} "
+            f"({self.turning_ratio:.3g}) and {drifts} (s_K/s_1 = {self.scale_ratio:.3g})."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As `loopscope eval --cache-policies --json` prints it and eval.json keeps it."""
+        costs = [{**asdict(each), "verdict": each.verdict} for each in self.policies]
+        return {**vars(self), "policies": costs, "summary": self.summary}
+
+    @classmethod
+    def from_json(cls, part: Part) -> Self | None:
+        """What can be read of it; None where there is no such table."""
+        rows = [row.as_a(PolicyCost) for row in part.parts("policies")]
+        return part.as_a(cls, policies=rows) if rows else None
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Tokens per second of one way to run a depth: median and quartiles over rounds in which all take turns."""
+
+    k: int | None
+    what: str
+    """prefill, decode, or decode with something besides."""
+    tokens_per_second: float | None
+    low: float | None
+    high: float | None
+    bytes_per_token: int | None
+    """Of the cache; None without one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """eval.json: a model's scores at every depth on every split, and its speed."""
@@ -92,14 +277,22 @@ class Evaluation:
     """By name; one without a name is what `loopscope eval --json` prints."""
     throughput: dict[int, float] = field(default_factory=dict)
     """Tokens per second of k loops and one readout, by k."""
+    speed: list[Timing] = field(default_factory=list)
+    """Of prefill and decoding, where it was asked for."""
+    cache: CacheTable | None = None
+    """What cache policies cost, where it was asked for."""
     threads: int | None = None
     device: str = ""
+    unigram_ce: dict[str, float] = field(default_factory=dict)
+    """By split, the CE of a unigram model of the training text: what has to be beaten before a CE says anything."""
 
     def to_json(self) -> dict[str, Any]:
         """What eval.json holds."""
         speeds = [{"k": k, "tokens_per_second": speed} for k, speed in self.throughput.items()]
         splits = {name: split.to_json() for name, split in self.splits.items()}
-        plain = {**vars(self), "splits": splits, "throughput": speeds}
+        cache = None if self.cache is None else self.cache.to_json()
+        timings = [asdict(each) for each in self.speed]
+        plain = {**vars(self), "splits": splits, "throughput": speeds, "speed": timings, "cache": cache}
         return without_nan({"schema_version": SCHEMA_VERSION, **plain})
 
     @classmethod
@@ -113,4 +306,6 @@ class Evaluation:
             cls,
             splits={name: found[name] for name in names if found[name].depths},
             throughput={k: speed for k, speed in speeds.items() if speed is not None},
+            speed=[row.as_a(Timing) for row in part.parts("speed")],
+            cache=CacheTable.from_json(part.part("cache")),
         )

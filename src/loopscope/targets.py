@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -189,6 +190,10 @@ def of_made(word: str, made: Any) -> Opened:
         model.eval()
     if opened is not None:
         return replace(opened, name=word)
+    if batches is not None and not isinstance(batches, Iterable):
+        raise ConfigError(
+            f"{word} returned a {type(batches).__name__} beside the model; batches are a list of ids (B, T)"
+        )
     if isinstance(batches, Iterator):  # it can be read only once, and more than one measurement will
         batches = _told_as_theirs(f"the batches of {word} failed", partial(list, batches))
     vocab_size = _told_as_theirs(f"the model of {word} failed on two tokens", lambda: _count_logits(model))
@@ -211,9 +216,27 @@ def _imported(word: str) -> Any:
         raise ConfigError(f"cannot import {module_name!r}: {_in_a_line(error)}") from error
     finally:
         sys.path.pop(0)
+    if (package := module_name.partition(".")[0]) != "loopscope":  # our own faults stay ours
+        _NAMED_PACKAGES.add(package)
     if not hasattr(module, attribute):
         raise ConfigError(f"module {module_name!r} has no {attribute!r}")
     return getattr(module, attribute)
+
+
+def their_failure(error: BaseException) -> str | None:
+    """The sentence about an error that somebody's own code ran into, wherever we called it; None for one of ours.
+
+    Theirs is the package that a factory was named in: the innermost line of it in the traceback is where to look.
+    """
+    where = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _NAMED_PACKAGES:
+            where = f"{frame.f_code.co_filename}:{line}"
+    return None if where is None else f"the model failed at {where}: {_in_a_line(error)}"
+
+
+_NAMED_PACKAGES: set[str] = set()
+"""Packages of factories that were opened: as much a property of the process as what it has imported."""
 
 
 def _called(factory: Any, word: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.auditing.activity import loop_activity, motion
+from loopscope.auditing.activity import FAR, lemma_2, loop_activity, motion
 from loopscope.auditing.clamp import clamped as clamp
 from loopscope.auditing.interventions import (
     frozen_at_loop_1,
@@ -24,6 +24,7 @@ from loopscope.auditing.visibility import (
     field_shares,
     mean_field,
     raw_readout_control,
+    scale_curvatures,
     scale_field,
     token_cross_entropy,
 )
@@ -83,6 +84,48 @@ def test_the_sweep_is_flat_through_rmsnorm_and_sharp_through_raw(tiny, ids_BT):
         assert ce[1] == pytest.approx(float(own))
 
 
+def test_the_response_of_a_raw_head_is_the_variance_of_its_logits_and_what_they_are_above_the_target():
+    """CE(α) = ln Σ exp(αz) − αz_y, so d²CE/d(ln α)² = Var_p z + E_p z − z_y at α = 1; of two even logits ±z, z²."""
+    head_VD = 3 * torch.randn(11, 8, dtype=torch.float64)
+    ids_BT, h_BTD = torch.randint(11, (2, 5)), torch.randn(2, 5, 8, dtype=torch.float64)
+    model = ls.adapt(embed=lambda ids: h_BTD, loop=lambda h, k: h, readout=lambda h, k: h @ head_VD.T, num_loops=1)
+    z_BTV = h_BTD @ head_VD.T
+    p_BTV = z_BTV.softmax(-1)
+    mean_BT = (p_BTV * z_BTV).sum(-1)
+    variance_BT = (p_BTV * z_BTV.square()).sum(-1) - mean_BT.square()
+    expected_BT = variance_BT + mean_BT - z_BTV.gather(-1, ids_BT[..., None]).squeeze(-1)
+    targets_BT = ids_BT.clone()
+    targets_BT[0, :2] = -100
+    found = scale_curvatures(model, LoopState(h_BTD, context=model.embed(ids_BT).context), 1, targets_BT)
+    torch.testing.assert_close(found, expected_BT.flatten()[2:], rtol=1e-6, atol=1e-6)
+
+
+def test_the_response_of_a_raw_head_at_its_best_scale_is_there_although_its_gradient_is_not():
+    """Two tokens, z = ±a with the likelier one right in a share p of cases: at a = ½ logit p the mean slope is zero."""
+    share = 0.75
+    a = math.log(share / (1 - share)) / 2
+    h_BTD = torch.full((1, 4, 1), a, dtype=torch.float64)
+    head_VD = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    model = ls.adapt(embed=lambda ids: h_BTD, loop=lambda h, k: h, readout=lambda h, k: h @ head_VD.T, num_loops=1)
+    state, targets_BT = model.embed(torch.zeros(1, 4, dtype=torch.int64)), torch.tensor([[0, 0, 0, 1]])
+    ce = alpha_sweep(model, state, 1, targets_BT, (0.999, 1.0, 1.001))
+    assert abs(ce[2] - ce[0]) < 1e-9, "the best scale"
+    found = scale_curvatures(model, state, 1, targets_BT)
+    assert float(found.mean()) == pytest.approx(4 * share * (1 - share) * a**2, rel=1e-6), "Var_p z alone is left"
+
+
+def test_the_response_through_rmsnorm_is_what_eps_leaks(tiny, ids_BT):
+    """−2·eps/s²·(E_p z − z_y) to leading order."""
+    model, trace = traced(tiny, ids_BT, readout="rmsnorm", norm_eps=1e-4)
+    h_BTD = trace.states[2].h_BTD
+    z_BTV = model.readout(trace.states[2], 2)
+    above_BT = (z_BTV.softmax(-1) * z_BTV).sum(-1) - z_BTV.gather(-1, ids_BT[..., None]).squeeze(-1)
+    expected_BT = -2 * 1e-4 / h_BTD.square().mean(-1) * above_BT
+    found = scale_curvatures(model, trace.states[2], 2, ids_BT)
+    torch.testing.assert_close(found, expected_BT.flatten(), rtol=0.01, atol=1e-5)
+    assert scale_curvatures(model.float(), trace.states[2].with_h(h_BTD.float()), 2, ids_BT) is None, "needs float64"
+
+
 def test_activity_splits_an_update_into_its_radial_and_tangential_part():
     """h = 3·√d·e along one axis, update 0.5 along and 2 across it (RMS): s' = √(3.5² + 2²), ã/d = 0.5."""
     width = 16
@@ -108,6 +151,62 @@ def test_the_prediction_becomes_exact_as_scale_grows(tiny, ids_BT):
         at = loop_activity(1, state.h_BTD, model.loop(state, 2).h_BTD)
         errors.append(abs(at.radial_increment - at.predicted_increment))
     assert errors[1] < 0.2 * errors[0]
+
+
+def test_lemma_2_foretells_exactly_a_loop_that_only_turns_or_only_grows():
+    """F(h) = h + a·u: s' = s + a. F(h) = h + b_⊥(u) in the limit of large s: ‖u' − u‖·s' = ‖b_⊥‖."""
+    h_BTD = 50 * torch.randn(2, 3, 16, dtype=torch.float64)
+
+    def unit(h):
+        return h / h.square().mean(-1, keepdim=True).sqrt()
+
+    def grow(h):
+        return h + 0.7 * unit(h)
+
+    tested = lemma_2(h_BTD, grow(h_BTD), grow(FAR * h_BTD))
+    assert tested.tokens == 6
+    assert tested.scale_moved == pytest.approx(6 * 0.7) and tested.scale_missed < 1e-9
+    assert tested.direction_moved < 1e-9
+
+    def turn(h):
+        u = unit(h)
+        across = u.roll(1, -1) - (u * u.roll(1, -1)).mean(-1, keepdim=True) * u
+        return h + 2.0 * unit(across)
+
+    tested = lemma_2(h_BTD, turn(h_BTD), turn(FAR * h_BTD))
+    assert tested.direction_moved == pytest.approx(6 * 2.0, rel=0.01)
+    assert tested.direction_missed < 0.01 * tested.direction_moved, "what it misses is of second order in ‖b⊥‖/s"
+
+
+def test_lemma_2_is_foretold_from_elsewhere_and_misses_a_loop_that_reads_the_scale():
+    """F(h) = 1.1·h reads the scale: at a hundred times of it the update is a hundred times as large."""
+    h_BTD = torch.randn(2, 3, 16, dtype=torch.float64)
+    tested = lemma_2(h_BTD, 1.1 * h_BTD, 1.1 * FAR * h_BTD)
+    assert tested.tokens == 6 and tested.scale_missed == pytest.approx(99 * tested.scale_moved)
+
+
+def test_lemma_2_counts_tokens_whose_scale_is_ten_times_the_turn_and_scales_by_the_next_state():
+    """Width 2, h = s·√2·(1, 0), update a along and b across: at s = 9.9 b nothing is counted, at 10.1 b it is."""
+    along, across = (math.sqrt(2) * torch.eye(2, dtype=torch.float64)[n] for n in (0, 1))
+    b, a = 1.0, 30.0
+    h_BTD = torch.stack([9.9 * along, 10.1 * along]).view(1, 2, 2)
+    update = a * along + b * across
+    tested = lemma_2(h_BTD, h_BTD + update, FAR * h_BTD + update)
+    assert tested.tokens == 1
+    turned = 2 * math.sin(math.atan2(b, 10.1 + a) / 2) * math.hypot(10.1 + a, b)
+    assert tested.direction_moved == pytest.approx(turned)
+    assert tested.direction_missed < 1e-3, "with s_k for s_{k+1} three quarters would be missed"
+
+
+def test_an_audit_follows_lemma_2_over_its_rollout(tiny, ids_BT):
+    model = ls.build(tiny, seed=0)
+    result = ls.audit(model, [ids_BT], options=ls.AuditOptions(states=1, prefix=6, rollout=16))
+    tested = [loop.activity.lemma_2 for loop in result.loops]
+    assert tested[-1] is None, "there is no loop after the last"
+    assert sum(one.tokens for one in tested[:-1]) > 100
+    assert sum(one.scale_missed for one in tested[:-1]) < 0.1 * sum(one.scale_moved for one in tested[:-1])
+    assert sum(one.direction_missed for one in tested[:-1]) < 0.1 * sum(one.direction_moved for one in tested[:-1])
+    assert [loop.scale_curvature is not None for loop in result.loops] == [True] * 3 + [False] * 13
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from loopscope.data.corpora import Corpus
-from loopscope.data.stream import TrainingStream, covered_bytes, evaluation_batches, pack, permuted
+from loopscope.data.stream import (
+    TrainingStream,
+    covered_bytes,
+    evaluation_batches,
+    pack,
+    permuted,
+    unigram_cross_entropy,
+)
 from loopscope.data.tokenizers import bytes_tokenizer, fit_tokenizer
 from loopscope.errors import ConfigError, DataError
 
@@ -174,3 +181,18 @@ def test_a_uniform_model_of_bytes_needs_eight_bits_per_byte(tmp_path):
         logits_NV = torch.zeros(ids_BT.numel(), 256)
         nats += functional.cross_entropy(logits_NV, targets_BT.flatten(), reduction="sum").item()
     assert nats / math.log(2) / covered_bytes(packed) == pytest.approx(8)
+
+
+def test_a_unigram_model_counts_training_tokens_and_is_asked_for_the_targets_alone():
+    """Of ids 0, 1, 2 with one more of each: p = 4/7, 2/7, 1/7. The first token of a text is no target."""
+    train, text = np.array([0, 0, 0, 1], dtype="<u2"), np.array([2, 0, 1, 1, 2], dtype="<u2")
+    expected = -(math.log(4 / 7) + 2 * math.log(2 / 7) + math.log(1 / 7)) / 4
+    assert unigram_cross_entropy(train, text, 3) == pytest.approx(expected)
+    assert unigram_cross_entropy(train, text, 3, max_tokens=1) == pytest.approx(-math.log(4 / 7))
+
+
+def test_a_unigram_model_of_long_text_is_counted_in_pieces(monkeypatch):
+    train, text = np.arange(1000) % 7, np.arange(500) % 5
+    whole = unigram_cross_entropy(train, text, 7)
+    monkeypatch.setattr("loopscope.data.stream.READ_TOKENS", 13)
+    assert unigram_cross_entropy(train, text, 7) == whole

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from samples import sample_audit, sample_evaluation, sample_loop, sample_manifest, write_sample
 
+from loopscope.auditing.activity import Lemma2
 from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import Config, config_to_dict
 from loopscope.experiments.conditions import CONDITIONS, apply_recipe
@@ -43,7 +44,7 @@ def made_up_eval(ce: list[float], norm: float, shift: float) -> Evaluation:
     return sample_evaluation(deeper, norms, step=STEPS, num_loops=LOOPS)
 
 
-def made_up_audit(name: str, norm: float) -> AuditResult:
+def made_up_audit(name: str, norm: float, step: int | None = STEPS) -> AuditResult:
     condition = CONDITIONS[name]
     hidden = condition.readout in ("rmsnorm", "layernorm")
     blind = hidden and condition.norm_penalty == 0 and condition.inter_loop_norm == "none"
@@ -51,7 +52,7 @@ def made_up_audit(name: str, norm: float) -> AuditResult:
     sweep = [4.4 + (0.0 if hidden or condition.readout == "final-only" else abs(math.log(a))) for a in alphas]
     return sample_audit(
         name=name,
-        step=STEPS,
+        step=step,
         num_loops=LOOPS,
         width=WIDTH,
         scale=Variable(
@@ -83,6 +84,8 @@ def made_up_loops(name: str, norm: float) -> list[Loop]:
                 width=WIDTH,
                 ce=4.4,
                 share=(0.07 if raw else 2e-7) if k <= LOOPS else None,
+                curvature=(0.8 if raw else -3e-6) if k <= LOOPS else None,
+                lemma_2=Lemma2(60, 60 * increment, 0.6 * increment, 30.0, 0.9) if k < ROLLOUT else None,
                 increment=moves[0],
                 predicted=moves[1],
                 turn=moves[2],
@@ -105,6 +108,7 @@ def write_row(
         manifest=sample_manifest(["loopscope", "reproduce"], seed),
         evaluation=made_up_eval(ce, norm * (1 + wobble), wobble / 10),
         audit=made_up_audit(name, norm * (1 + wobble)),
+        untrained=made_up_audit(name, 20.0, step=None),
         record=RowRecord(
             name=row, condition=name, recipe=recipe, seed=seed, state="finished", attempts=1, seconds={"training": 9.0}
         ),

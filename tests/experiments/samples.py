@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopscope.auditing.activity import LoopActivity
+from loopscope.auditing.activity import Lemma2, LoopActivity
 from loopscope.auditing.interventions import CLAMPED
 from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject, Variable
 from loopscope.config import Config
@@ -29,6 +29,7 @@ def write_sample(
     manifest: dict[str, Any] | None = None,
     evaluation: Evaluation | None = None,
     audit: AuditResult | None = None,
+    untrained: AuditResult | None = None,
     record: RowRecord | None = None,
     change: Callable[..., None] | None = None,
 ) -> Path:
@@ -43,7 +44,8 @@ def write_sample(
     audited = {} if audit is None else json.loads(json.dumps(audit.to_json()))
     if change is not None:
         change(evaluated, audited)
-    for name, content in (("eval.json", evaluated), ("audit.json", audited)):
+    fresh = {} if untrained is None else untrained.to_json()
+    for name, content in (("eval.json", evaluated), ("audit.json", audited), ("audit-untrained.json", fresh)):
         if content:
             write_json(folder / name, content)
     if record is not None:
@@ -52,7 +54,13 @@ def write_sample(
 
 
 def sample_evaluation(
-    ces: Sequence[float], norms: Sequence[float], *, step: int, num_loops: int, nats_per_bit: float = 2.0
+    ces: Sequence[float],
+    norms: Sequence[float],
+    *,
+    step: int,
+    num_loops: int,
+    nats_per_bit: float = 2.0,
+    unigram_ce: float = 6.0,
 ) -> Evaluation:
     """The same scores on validation and test text."""
     pairs = enumerate(zip(ces, norms, strict=True), start=1)
@@ -65,6 +73,7 @@ def sample_evaluation(
         throughput={k: 50_000 / k for k in range(1, num_loops + 1)},
         threads=1,
         device="cpu",
+        unigram_ce=dict.fromkeys(SPLITS, unigram_ce),
     )
 
 
@@ -79,6 +88,8 @@ def sample_loop(
     predicted: float | None,
     turn: float | None,
     tangential: float | None = None,
+    curvature: float | None = None,
+    lemma_2: Lemma2 | None = None,
 ) -> Loop:
     """A loop of the audit's rollout; `turn` is angular step × scale, share is None beyond the trained depth."""
     activity = LoopActivity(
@@ -93,14 +104,16 @@ def sample_loop(
         angular_step_times_scale=turn,
         radial_update=increment,
         tangential_update=tangential,
+        lemma_2=lemma_2,
     )
-    return Loop(share is not None, ce, share, None if share is None else [share] * 5, activity)
+    size = None if curvature is None else abs(curvature)
+    return Loop(share is not None, ce, share, None if share is None else [share] * 5, activity, curvature, size)
 
 
 def sample_audit(
     *,
     name: str,
-    step: int,
+    step: int | None,
     num_loops: int,
     width: int,
     scale: Variable,

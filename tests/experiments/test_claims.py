@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from made_up import LOOPS, write_made_up_grid, write_row
 
-from loopscope.experiments.claims import CLAIMS, FAILS, HOLDS, NOT_MEASURED, judge_all
+from loopscope.experiments.claims import CLAIMS, FAILS, HOLDS, NOT_MEASURED, TOO_EARLY, UNGUARDED, judge_all
 from loopscope.experiments.documents import ClaimsRecord, Judgement
 from loopscope.experiments.evidence import Bound, Quantity, bootstrap, symlog, unsymlog
 from loopscope.experiments.results import read_results, shown
@@ -62,6 +62,11 @@ def first_clamp(delta: float):
     return lambda evaluation, audit: audit["interventions"][0].update(delta_ce=delta)
 
 
+def missing(what: str, share: float):
+    """Lemma 2 as measured, but for a motion of which a share is missed."""
+    return lambda loop: loop["lemma_2"] | {f"{what}_missed": share * loop["lemma_2"][f"{what}_moved"]}
+
+
 def flat_sweep(evaluation, audit):
     audit["alpha_sweep"]["loops"][0]["ce"] = [4.4] * 5
 
@@ -87,9 +92,11 @@ def test_all_claims_hold_on_the_papers_pattern_and_halting_waits(grid):
         ("C4", "per-loop+inter-loop-norm", scaled_norm(5)),
         ("C4", "per-loop+inter-loop-norm", each_loop("norm", lambda loop: 20.0 + loop["k"])),
         ("C5", "per-loop+layernorm", each_loop("radial_gradient_share", 2e-4)),
-        ("C5", "per-loop+raw", each_loop("radial_gradient_share", 0.02)),
-        ("C6", "per-loop+rmsnorm", each_loop("predicted_increment", lambda loop: loop["radial_increment"] * 1.1)),
-        ("C6", "per-loop+rmsnorm", each_loop("angular_step_times_scale", lambda loop: float(loop["k"]))),
+        ("C5", "per-loop+layernorm", each_loop("scale_curvature_size", 2e-4)),
+        ("C5", "terminal+raw", each_loop("scale_curvature", 0.009)),
+        ("C5", "per-loop+final-only", each_loop("scale_curvature", lambda loop: -0.5 if loop["k"] == 2 else 0.8)),
+        ("C6", "per-loop+rmsnorm", each_loop("lemma_2", missing("scale", 0.11))),
+        ("C6", "per-loop+rmsnorm", each_loop("lemma_2", missing("direction", 0.11))),
         ("C7", "per-loop+rmsnorm", steep_sweep),
         ("C7", "per-loop+raw", flat_sweep),
         ("C8", "per-loop+rmsnorm", first_clamp(-0.02)),
@@ -183,15 +190,86 @@ def test_opposite_signs_of_the_clamp_do_not_cancel_between_seeds(grid):
     assert [value for _, value in signed.seeds] == [0.03, -0.03, -0.004] and signed.headline
 
 
-def test_loops_with_a_small_scale_are_left_out_of_the_prediction(grid):
-    def change(evaluation, audit):
-        for loop in audit["loops"][:10]:
-            loop |= {"predicted_increment": 99.0, "scale": 4.9}
+def test_claim_5_asks_a_floor_of_the_share_of_untrained_weights_alone(grid):
+    """A visible scale is at its optimum after training, where the mean radial gradient vanishes."""
+    rewrite(grid, "per-loop+raw", each_loop("radial_gradient_share", 0.0))
+    assert judged(grid)["C5"].verdict == HOLDS
+    path = grid / "rows" / "per-loop+raw-s101" / "audit-untrained.json"
+    audit = json.loads(path.read_text())
+    audit["loops"][2]["radial_gradient_share"] = 0.29 / 128**0.5
+    path.write_text(json.dumps(audit))
+    claim = judged(grid)["C5"]
+    assert claim.verdict == FAILS, "one loop of one seed"
+    assert "untrained, smallest share through raw × √d, per-loop+raw" in claim.reason and "2 of 3 seeds" in claim.reason
+    path.unlink()
+    for seed in (42, 202):
+        (grid / "rows" / f"per-loop+raw-s{seed}" / "audit-untrained.json").unlink()
+    assert judged(grid)["C5"].verdict == NOT_MEASURED
 
-    rewrite(grid, "per-loop+rmsnorm", change)
+
+@pytest.mark.parametrize("what", ["scale", "direction"])
+def test_claim_6_sums_over_tokens_and_loops_and_needs_every_seed(grid, what):
+    def one_bad_loop(evaluation, audit):
+        audit["loops"][0]["lemma_2"][f"{what}_missed"] *= 50
+
+    rewrite(grid, "per-loop+rmsnorm", one_bad_loop)
     claim = judged(grid)["C6"]
+    index = ["scale", "direction"].index(what)
+    share = [0.01, 0.03][index]
     assert claim.verdict == HOLDS
-    assert claim.quantities[2].mean == 19
+    assert claim.quantities[index].mean == pytest.approx(share * (28 + 50) / 29), "one loop of 29, fifty times"
+    assert claim.quantities[2].mean == 60 * 29
+    write_row(grid, "per-loop+rmsnorm", 202, change=each_loop("lemma_2", missing(what, 0.11)))
+    assert judged(grid)["C6"].verdict == FAILS
+
+
+def test_claim_6_is_not_measured_where_no_scale_is_large(grid):
+    nothing = dict.fromkeys(("tokens", "scale_moved", "scale_missed", "direction_moved", "direction_missed"), 0)
+    rewrite(grid, "per-loop+rmsnorm", each_loop("lemma_2", lambda loop: nothing))
+    assert judged(grid)["C6"].verdict == NOT_MEASURED
+
+
+def unigram(ce: float | None):
+    def change(evaluation, audit):
+        evaluation["unigram_ce"] = {} if ce is None else {"valid": ce, "test": 9.0}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("condition", "affected"),
+    [
+        ("terminal+rmsnorm", {"C2", "C11"}),
+        ("terminal+raw", {"C2"}),
+        ("per-loop+rmsnorm", {"C2", "C9", "C11"}),
+        ("per-loop+final-only", {"C9"}),
+        ("per-loop+layernorm", set()),
+    ],
+)
+def test_it_is_too_early_for_claims_about_ce_while_a_model_they_name_is_hardly_better_than_a_unigram_model(
+    grid, condition, affected
+):
+    rewrite(grid, condition, unigram(4.5))  # a seed's CE at full depth is between 4.40 and 4.50
+    found = judged(grid)
+    assert {name for name, claim in found.items() if claim.verdict == TOO_EARLY} == affected
+    for name in affected:
+        assert "a unigram model of the same text is worse (must be at least 0.1)" in found[name].reason
+        assert f"{condition}-s42 +" in found[name].reason and found[name].quantities
+        assert claims_table([found[name]]).rows[0][-1].startswith("too early to say: nats by which a unigram model")
+    assert not any(claim.verdict == TOO_EARLY for claim in judged(grid, "test").values())
+
+
+def test_a_claim_about_ce_that_would_hold_or_fail_is_too_early_alike(grid):
+    rewrite(grid, "terminal+rmsnorm", ce_at(LOOPS, 5.95, 384.0))
+    assert judged(grid)["C11"].verdict == TOO_EARLY, "0.05 nats below 6"
+    rewrite(grid, "terminal+rmsnorm", ce_at(LOOPS, 5.85, 347.0))
+    assert judged(grid)["C11"].verdict == FAILS, "0.15 below: trained, and worse than per-loop"
+
+
+def test_rows_without_a_unigram_model_keep_their_verdict_and_say_so(grid):
+    rewrite(grid, "terminal+rmsnorm", unigram(None))
+    assert judged(grid)["C11"].verdict == HOLDS and UNGUARDED in judged(grid)["C11"].reason
+    assert UNGUARDED not in judged(grid)["C9"].reason
 
 
 def test_seeds_are_paired_and_all_listed(grid):

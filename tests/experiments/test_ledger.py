@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def write(ledger: Ledger, row: RowSpec, state: str, **more) -> Path:
         run.write_manifest(sample_manifest([], row.seed))
         write_json(run.path / "eval.json", made_up_eval(*NUMBERS[row.condition], 0.0).to_json())
         write_json(run.path / "audit.json", made_up_audit(row.condition, 3.0).to_json())
+        write_json(run.path / "audit-untrained.json", made_up_audit(row.condition, 3.0, step=None).to_json())
     write_record(run.path, RowRecord(state=state, **more))
     return run.path
 
@@ -59,17 +61,45 @@ def test_a_row_runs_while_its_lock_is_held(ledger):
     assert ledger.status(spec()).state == "failed"
 
 
-def test_a_finished_row_needs_its_audit_unless_none_is_asked_for(ledger):
+def test_a_finished_row_needs_its_audits_unless_none_is_asked_for(ledger):
     folder = write(ledger, spec(), "finished")
     assert ledger.status(spec()).state == "finished"
-    (folder / "audit.json").unlink()
+    (folder / "audit-untrained.json").unlink()
     assert ledger.status(spec()).state == "open"
+    assert ledger.status(spec(audit_untrained=False)).state == "finished"
+    (folder / "audit.json").unlink()
+    assert ledger.status(spec(audit_untrained=False)).state == "open"
     assert ledger.status(spec(audit=False)).state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "field"),
+    [
+        ("eval.json", (), "unigram_ce"),
+        ("audit.json", ("loops", 0), "scale_curvature"),
+        ("audit.json", ("loops", 3), "lemma_2"),
+        ("audit-untrained.json", ("loops", 0), "scale_curvature_size"),
+    ],
+)
+def test_what_an_older_version_did_not_measure_is_measured_by_the_same_command(ledger, name, place, field):
+    folder = write(ledger, spec(), "finished")
+    content = json.loads((folder / name).read_text())
+    part = content
+    for step in place:
+        part = part[step]
+    part[field] = {} if field == "unigram_ce" else None
+    write_json(folder / name, content)
+    measured = field != "unigram_ce"
+    assert ledger.status(spec()).state == ("finished" if measured else "open"), "null is what came of measuring it"
+    del part[field]
+    write_json(folder / name, content)
+    assert ledger.status(spec()).state == "open"
 
 
 UNREADABLE = ("", "{", "null", "\x00\xff")
 OUTDATED = ("{}", '{"step": 3, "model": {"step": 3}}')
 DAMAGED = [(name, content) for name in ("eval.json", "audit.json", "row.json") for content in (*UNREADABLE, *OUTDATED)]
+DAMAGED += [("audit-untrained.json", content) for content in (*UNREADABLE, *OUTDATED)]
 DAMAGED += [("manifest.json", content) for content in UNREADABLE]
 
 

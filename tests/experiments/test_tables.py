@@ -66,6 +66,12 @@ def test_the_diagnostic_tables_take_their_numbers_from_the_audit(grid):
     assert row_of(made["radial_clamp"], "per-loop + raw")["radial clamp: frozen at loop 1"].startswith("+0.001000")
     assert row_of(made["variable_depth"], "per-loop + RMSNorm")["K = 8"].startswith("93.3")
     assert row_of(made["token_norms"], "per-loop + final-only norm")["largest / median"] == "5.455"
+    final_only = [row[1:] for row in made["scale_response"].rows if row[0] == "per-loop + final-only norm"]
+    assert [row[0] for row in final_only] == ["untrained", "trained"]
+    assert final_only[1][1:] == ["0.8000", "0.8000", "0.8000", "3.00e-06"], (
+        "the mean through raw, the size through a norm"
+    )
+    assert made["lemma_2"].rows[5] == ["per-loop + RMSNorm", "trained", "1,740 ± 0", "0.01000 ± 0", "0.03000 ± 0"]
     assert len(made["residual_updates"].rows) == 9 * 4
     assert made["residual_updates"].rows[8][:2] == ["per-loop + RMSNorm", "1"]
 
@@ -256,7 +262,11 @@ def test_failed_rows_are_listed_and_unfinished_ones_left_out(grid):
 
 BROKEN = ("{broken", "[]")
 EMPTY = ("", "null", "{}")
-DAMAGED = [(name, content) for name in ("row.json", "eval.json", "audit.json") for content in (*BROKEN, *EMPTY)]
+DAMAGED = [
+    (name, content)
+    for name in ("row.json", "eval.json", "audit.json", "audit-untrained.json")
+    for content in (*BROKEN, *EMPTY)
+]
 DAMAGED += [("manifest.json", content) for content in (*BROKEN, "", "null")]  # nothing in it is needed
 DAMAGED += [("config.yaml", content) for content in BROKEN]  # an empty one is the default configuration
 
@@ -284,6 +294,8 @@ WRONG += [("eval.json", f"splits.valid.depths.0.{name}", "4.4") for name in ("k"
 WRONG += [("audit.json", *each) for each in (("verdict", 1), ("loops", "x"), ("loops.3", 7), ("loops.3.scale", [1.0]))]
 WRONG += [("audit.json", *each) for each in (("variables.0.visibility", "x"), ("alpha_sweep.loops.0.ce.1", "x"))]
 WRONG += [("audit.json", *each) for each in (("interventions.0.delta_ce", "x"), ("interventions.0.name", 7))]
+WRONG += [("audit.json", *each) for each in (("loops.3.lemma_2", 7), ("loops.3.lemma_2.scale_missed", "x"))]
+WRONG += [("audit-untrained.json", "loops.3.scale_curvature", "x"), ("eval.json", "unigram_ce.valid", "6.0")]
 WRONG += [("audit.json", "loops.3.norm_quantiles", "x"), ("audit.json", "alpha_sweep", [])]
 
 

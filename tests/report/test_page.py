@@ -803,6 +803,15 @@ def test_an_audit_from_before_free_ranges_is_shown_without_them(make_run, left):
     assert "free to grow" not in words_of(page.html)
 
 
+def test_a_claim_for_which_it_is_too_early_is_neither_held_nor_broken_nor_unmeasured(reproduction, tmp_path):
+    folder = Path(shutil.copytree(reproduction, tmp_path / "early"))
+    path = folder / "claims.json"
+    path.write_text(path.read_text().replace("does not hold at this size", "too early to say"))
+    page = build_report([folder])
+    assert "1 of 3 hold; for C9 it is too early to say; C10 was not measured" in page.verdict.sentences[-1]
+    assert "○ too early to say" in words_of(page.html)
+
+
 def test_claims_print_ours_the_papers_value_and_a_plain_verdict(reproduction_page):
     text = words_of(reproduction_page)
     assert "✓ holds" in text and "✗ does not hold at this size" in text and "○ not measured" in text

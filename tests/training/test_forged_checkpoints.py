@@ -117,3 +117,20 @@ def test_checksums_of_files_elsewhere_are_refused(path):
     (path / "checksums.json").write_text(json.dumps({"../../elsewhere": "0"}))
     with pytest.raises(RunError, match=r"names '../../elsewhere', which is not a file of it"):
         checkpoint.load(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "changes"),
+    [
+        ("step", {"step": -5}),
+        ("step", {"step": 10**30}),
+        ("guard.rollbacks", {"guard": {"recent": [], "bad_in_a_row": 0, "rollbacks": -5000}}),
+        ("one of step 4", {"step": 4}),
+    ],
+)
+def test_counts_that_no_run_can_have_are_damage(tmp_path, place, changes):
+    path = checkpoint.save(tmp_path, *small(), STATE)
+    state = {**json.loads((path / "state.json").read_text()), **changes}
+    forge(path, "state.json", json.dumps(state).encode())
+    with pytest.raises(RunError, match=place):
+        checkpoint.load(path).check_resumable()

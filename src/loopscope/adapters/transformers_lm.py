@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.inference.black_box import OnWrite
+from loopscope.inference.comparison import nudged
 from loopscope.inference.decoding import device_of
 
 
@@ -61,6 +62,15 @@ class TransformersModel:
             return self.network(ids_BT, **given).logits
         with _seen(self.network, memory, on_write):
             return self.network(ids_BT, **given).logits
+
+    def logits_of_rounded(self, ids_BT: Tensor) -> Tensor:
+        """Logits_BTV of whole texts whose embedded tokens have been `nudged`."""
+        table = self.network.get_input_embeddings()
+        hook = table.register_forward_hook(lambda module, given, embedded: nudged(embedded))
+        try:
+            return self.logits(ids_BT)
+        finally:
+            hook.remove()
 
     def new_memory(self) -> Any:
         """An empty cache of the class that the model makes by itself; None where it makes none."""

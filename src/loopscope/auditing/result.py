@@ -75,6 +75,10 @@ class Loop:
     radial_gradient_share: float | None
     radial_gradient_quantiles: list[float] | None
     activity: LoopActivity
+    scale_curvature: float | None = None
+    """Mean over tokens of d²CE/d(ln α)²: what a change of scale costs, beyond its first order. Trained loops only."""
+    scale_curvature_size: float | None = None
+    """Median over tokens of its absolute value."""
 
     def to_json(self) -> dict[str, Any]:
         """Activity and exit side by side."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.auditing import verdict as verdicts
-from loopscope.auditing.activity import loop_activity, motion
+from loopscope.auditing.activity import FAR, Lemma2, lemma_2, loop_activity, motion
 from loopscope.auditing.derivative_checks import check_derivatives
 from loopscope.auditing.derivatives import with_the_same_noise
 from loopscope.auditing.free_range import FreeRange, Objections
@@ -29,9 +29,10 @@ from loopscope.auditing.visibility import (
     field_shares,
     mean_cross_entropy,
     raw_readout_control,
+    scale_curvatures,
 )
 from loopscope.auditing.window import Carried, Windows, keeps_its_cache, windows
-from loopscope.errors import ConfigError, DataError, ProtocolError
+from loopscope.errors import ConfigError, DataError, NotFiniteError, ProtocolError
 from loopscope.machine import check_bf16_products
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopState, check_products
@@ -206,7 +207,7 @@ def _check_state(h_BTD: Tensor, what: str, k: int) -> None:
     if not h_BTD.is_floating_point():
         raise ProtocolError(f"{what} returns a state h_{k} of {h_BTD.dtype}: a state must be real numbers")
     if not h_BTD.isfinite().all():
-        raise ProtocolError(f"{what} leaves NaN or infinity in the state h_{k}")
+        raise NotFiniteError(f"{what} leaves NaN or infinity in the state h_{k}")
 
 
 def _is_causal(run: Survey) -> bool:
@@ -259,7 +260,8 @@ def _loops(run: Survey, states: list[LoopState]) -> list[Loop]:
 def _loop(run: Survey, states: list[LoopState], k: int, vocab_size: int) -> Loop:
     following = states[k + 1].h_BTD if k + 1 < len(states) else None
     here_BTD = states[k].h_BTD if following is None else states[k].h_BTD[: len(following)]
-    activity, targets_BT = loop_activity(k, here_BTD, following), run.targets_BT[: len(states[k].h_BTD)]
+    tested = None if following is None else _lemma_2(run, states[k], k, following)
+    activity, targets_BT = loop_activity(k, here_BTD, following, tested), run.targets_BT[: len(states[k].h_BTD)]
     with torch.no_grad():
         version = states[k].h_BTD._version
         logits_BTV = run.model.readout(states[k], k)
@@ -276,7 +278,27 @@ def _loop(run: Survey, states: list[LoopState], k: int, vocab_size: int) -> Loop
     if not len(shares):
         return Loop(k in run.supervised, ce, None, None, activity)
     quantiles = torch.quantile(shares, torch.tensor(SHARE_QUANTILES, dtype=shares.dtype, device=shares.device))
-    return Loop(k in run.supervised, ce, float(shares.median()), quantiles.tolist(), activity)
+    curvatures = scale_curvatures(run.model, states[k], k, run.targets_BT)
+    return Loop(
+        k in run.supervised,
+        ce,
+        float(shares.median()),
+        quantiles.tolist(),
+        activity,
+        scale_curvature=None if curvatures is None else float(curvatures.mean()),
+        scale_curvature_size=None if curvatures is None else float(curvatures.abs().median()),
+    )
+
+
+@torch.no_grad()
+def _lemma_2(run: Survey, state: LoopState, k: int, next_BTD: Tensor) -> Lemma2 | None:
+    """Lemma 2 from h_k to h_{k+1}; None where the loop fails at a hundred times the scale, which nobody promised."""
+    state = state.take(torch.arange(len(next_BTD), device=next_BTD.device))
+    try:
+        far_BTD = run.model.loop(state.with_h(FAR * state.h_BTD), k + 1).h_BTD
+    except Exception:
+        return None
+    return lemma_2(state.h_BTD, next_BTD, far_BTD) if far_BTD.isfinite().all() else None
 
 
 def _heaviest(ids_BT: Tensor, h_BTD: Tensor) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What an exit's loss sees of a state: radial gradient share, derivatives along named fields, and the α-sweep.
+"""What an exit's loss sees of a state: radial gradient share, its response to a change of scale, and the α-sweep.
 
 Lemma 1 (visibility, arXiv 2606.24898): if R(αh) = R(h) for all α > 0, then ⟨∇_h CE, h⟩ = 0. The leak of an RMSNorm's
 eps is eps/(s² + eps) of a raw readout's derivative. Everything here is immediate: h feeds the readout of its own loop
@@ -9,6 +9,7 @@ Shape legend: B batch, T tokens, D width, V vocabulary, K loops.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,9 @@ from loopscope.protocol import LoopedModel, LoopState
 
 ALPHAS = (0.1, 0.18, 0.32, 0.56, 1.0, 1.8, 3.2, 5.6, 10.0)
 """Factors on the state before the readout, even in log."""
+CURVATURE_STEP = 2.0**-8
+"""Step of ln α: the error of fourth-order differences is below 1e-3 of d²CE/d(ln α)² for logits of a hundred, and
+rounding in float64 below 1e-7 nats."""
 
 Field = Callable[[Tensor], Tensor]
 """h_…D → a direction of the same shape, at any state."""
@@ -92,6 +96,28 @@ def raw_readout_control(h_BTD: Tensor, targets_BT: Tensor, seed: int = 0) -> flo
     unit_BTD = h_BTD / h_BTD.norm(dim=-1, keepdim=True).clamp(min=1e-30)
     shares = cosine_with_gradient(lambda h: F.linear(h, head_VD), unit_BTD, targets_BT, scale_field, "control")
     return float(shares.abs().median())
+
+
+@torch.no_grad()
+def scale_curvatures(model: LoopedModel, state: LoopState, k: int, targets_BT: Tensor) -> Tensor | None:
+    """d²CE/d(ln α)² at α = 1 of every token that counts, when all states are multiplied by α before the readout.
+
+    It tells a visible scale from a hidden one also where training has brought the visible one to its optimum and the
+    mean first derivative vanishes. Through a raw head it is Var_p z + E_p z − z_y, through an RMSNorm what eps leaks,
+    −2·eps/s²·(E_p z − z_y) to leading order. By differences of the loss itself, so that it is what a change does,
+    whatever autograd makes of the readout. They need float64: None where the loss comes in less.
+    """
+
+    def stretched_BT(steps: int) -> Tensor:
+        h_BTD = math.exp(steps * CURVATURE_STEP) * state.h_BTD
+        return token_cross_entropy(model.readout(state.with_h(h_BTD), k), targets_BT)
+
+    here_BT = stretched_BT(0)
+    if here_BT.dtype != torch.float64:
+        return None
+    near_BT, far_BT = stretched_BT(-1) + stretched_BT(1), stretched_BT(-2) + stretched_BT(2)
+    curvature_BT = (16 * near_BT - far_BT - 30 * here_BT) / (12 * CURVATURE_STEP**2)
+    return curvature_BT[targets_BT != IGNORE_INDEX]
 
 
 @torch.no_grad()

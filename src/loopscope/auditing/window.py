@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from loopscope.auditing.derivatives import with_the_same_noise
-from loopscope.errors import ProtocolError
+from loopscope.errors import NotFiniteError
 from loopscope.objectives.terms import Term
 from loopscope.protocol import Cached, LinearReadout, LoopedModel, LoopState, Slot
 
@@ -402,5 +402,5 @@ def _run(
     for k in numbers:
         states.append(_loop(model, states[-1], k, cache))
         if not states[-1].h_BTD.isfinite().all():
-            raise ProtocolError(f"loop {k} leaves NaN or infinity in the state h_{k}: nothing can be said about it")
+            raise NotFiniteError(f"loop {k} leaves NaN or infinity in the state h_{k}: nothing can be said about it")
     return states

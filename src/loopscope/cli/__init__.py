@@ -80,7 +80,7 @@ START_HERE = {
         *("preset", "data", "readout", "placement", "num_loops", "steps", "batch", "lr", "seed", "norm_penalty"),
         *("out", "resume"),
     ),
-    "generate": ("prompts_file", "max_tokens", "temperature", "top_p", "seed", "stop", "num_loops", "json"),
+    "generate": ("prompts_file", "max_tokens", "temperature", "top_p", "stop", "num_loops", "speculate", "json"),
     "plan": ("preset", "readout", "placement", "num_loops", "steps", "batch", "devices", "device_type", "within_hours"),
 }
 """Fields that a newcomer needs, where a verb has many: its help shows them first."""
@@ -131,7 +131,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return EXIT_INTERRUPTED
-    except Exception:
+    except (Exception, SystemExit) as error:
+        opened = sys.modules.get("loopscope.targets")  # where it was not imported, no code of theirs has run
+        if opened is not None and (theirs := opened.their_failure(error)) is not None:
+            say(f"error: {theirs}")
+            return EXIT_USAGE
+        if isinstance(error, SystemExit):  # tyro's, after it has said what is wrong
+            raise
         traceback.print_exc()
         say("this is a bug in loopscope; please report it with the lines above")
         return EXIT_BUG

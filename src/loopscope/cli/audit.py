@@ -12,10 +12,10 @@ import tyro
 from tyro.conf import Positional
 
 from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
-from loopscope.cli.terminal import SCHEMA_VERSION, print_tables, print_text, progress, say, sparkline
+from loopscope.cli.terminal import SCHEMA_VERSION, print_tables, print_text, print_words, progress, say, sparkline
 from loopscope.config import ObjectiveConfig
 from loopscope.data.files import check_sources
-from loopscope.errors import ConfigError, LoopscopeError
+from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
 from loopscope.runs import write_atomically, write_json
 from loopscope.words import check_word
 
@@ -107,7 +107,8 @@ examples:
             except LoopscopeError as error:  # what can be said of the other targets is said
                 said = str(error) if target in str(error) or len(self.targets) == 1 else f"{target}: {error}"
                 say(f"error: {said}")
-                audited, stage = Audited(target, None, error=str(error)), ""
+                is_finite = not isinstance(error, NotFiniteError)
+                audited, stage = Audited(target, None, error=str(error), is_finite=is_finite), ""
             audits.append(audited)
             stages.append(stage)
         chosen = "json" if self.json else self.format
@@ -243,8 +244,8 @@ def print_audit(result: AuditResult, stage: str = "untrained") -> None:
     step = stage if subject.step is None else f"step {subject.step}"
     loops = ",".join(map(str, subject.supervised))
     seen = "".join(f" + {name}" for name in subject.observables)
-    print_text(f"{subject.name}, {step}: {subject.num_loops} loops, width {subject.width}; CE at loops {loops}{seen}")
-    print_text(f"verdict: {result.verdict.upper()}. {result.summary}\n")
+    print_words(f"{subject.name}, {step}: {subject.num_loops} loops, width {subject.width}; CE at loops {loops}{seen}")
+    print_words(f"verdict: {result.verdict.upper()}. {result.summary}\n")
     print_tables(_variables(result), _loops(result))
     print_text(_plots(result))
     if result.push is not None:
@@ -252,10 +253,10 @@ def print_audit(result: AuditResult, stage: str = "untrained") -> None:
     for variable in result.variables:
         if variable.remedy is not None:
             flag = f" ({variable.flag})" if variable.flag else ""
-            print_text(f"remedy for {variable.name}: {variable.remedy}{flag}")
+            print_words(f"remedy for {variable.name}: {variable.remedy}{flag}")
     notes = [*result.checks["notes"], *(() if result.push is None else result.push.notes)]
     for note in dict.fromkeys(notes):
-        print_text(f"note: {note}")
+        print_words(f"note: {note}")
 
 
 def _variables(result: AuditResult) -> Table:

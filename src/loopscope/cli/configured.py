@@ -32,17 +32,17 @@ class Configured:
         """Defaults from --preset, then from --config: the flags change what those two say."""
         early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         early.add_argument("--preset", default=DEFAULT_PRESET)
-        early.add_argument("--config", type=Path)
+        early.add_argument("--config")
         try:
             chosen, _ = early.parse_known_args(argv)
         except argparse.ArgumentError:  # a flag without its value: tyro says so better
             return cls()
         base = preset(chosen.preset)
-        if chosen.config is not None and str(chosen.config) != "None":
-            base = load_config(chosen.config, base)
+        if chosen.config is not None and str(chosen.config) not in ("None", ""):  # an empty one is refused by name
+            base = load_config(Path(chosen.config), base)
         return cls(
             preset=chosen.preset,
-            config=chosen.config,
+            config=None if chosen.config is None else Path(chosen.config),
             model=base.design("a preset or configuration file of flags"),
             objective=base.objective,
             data=base.data,

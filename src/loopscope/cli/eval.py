@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tyro.conf import Positional
 
-from loopscope.cli.terminal import print_json, print_tables, progress, say
+from loopscope.cli.terminal import bar, print_json, print_tables, print_text, progress, say
 from loopscope.config import MOST_LOOPS
 from loopscope.data.files import check_sources
-from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from loopscope.scores import CacheTable, Timing
     from loopscope.verbs.evaluation import EvaluationResult
 
 
@@ -40,17 +41,24 @@ class Eval:
     """Tokens of a sequence; by default as in training, and 256 for models that do not say."""
     max_tokens: int | None = None
     """Stop after so many tokens."""
+    speed: bool = False
+    """Time prefill and decoding at every depth, and draw speed against quality."""
+    cache_policies: bool = False
+    """Decode the text under every cache policy, and say which are safe for this model."""
     json: bool = False
     """Print the result as JSON."""
 
     help: ClassVar[str] = """Cross-entropy, perplexity, bits per byte and norm at every depth, each token once.
 
-The scores of a run's newest checkpoint are also left in its eval.json, where reports find them.
+Depths beyond the trained one get a verdict: better until, flat until, worse from, broken from. The scores of a run's
+newest checkpoint are also left in its eval.json, where reports find them.
 
 examples:
   loopscope eval runs/nano-per-loop-rmsnorm-s42 --depths 1..8
   loopscope eval downloads/Ouro-1.4B --data wiki/test.txt --depths 1..8
-  loopscope eval runs/raw --data wiki/test.txt --json"""
+  loopscope eval runs/raw --data wiki/test.txt --json
+  loopscope eval runs/raw --depths 1..8 --speed
+  loopscope eval runs/raw --cache-policies"""
 
     def __post_init__(self) -> None:
         parse_depths(self.depths or "1")
@@ -73,20 +81,26 @@ examples:
                 batch=self.batch,
                 length=self.length,
                 max_tokens=self.max_tokens,
+                speed=self.speed,
+                cache_policies=self.cache_policies,
                 say=say,
                 progress=advance,
             )
-        try:
-            kept = result.keep()
-        except OSError as error:  # a folder that may only be read: what was measured is printed all the same
-            kept = None
-            say(f"eval.json is not written: {error.strerror}")
-        if kept is not None:
-            say(f"scores are in {kept}")
+        if result.opened.run is not None:  # what was measured is printed whether or not it can be kept
+            try:
+                say(f"scores are in {result.keep()}")
+            except (RunError, OSError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                say(f"scores are not kept in eval.json: {why}")
         if self.json:
             print_json(**result.to_json())
         else:
             print_tables(_table(result))
+            if result.speed:
+                print_text(_chart(result))
+            if result.cache is not None:
+                print_tables(_cache_table(result.cache))
+                print_text(result.cache.summary)
         if (loop := _first_not_finite(result)) is None:
             return EXIT_OK
         say(f"{result.opened.name} is not finite: its CE or norm after loop {loop} is not a number")
@@ -127,9 +141,73 @@ def _table(result: EvaluationResult) -> Table:
     parts = [opened.name, opened.stage if opened.step is None else f"step {opened.step}"]
     parts += [] if opened.tokenizer is None else [f"{opened.tokenizer.kind} tokenizer"]
     table = Table(title=", ".join([*parts, f"{scores.tokens:,} tokens"]), title_justify="left")
-    for name in ("loops", "CE (nats/token)", "perplexity", "bits per byte", "‖h‖"):
+    if (verdict := result.beyond) is not None:
+        table.caption, table.caption_justify = verdict.sentence, "left"
+    timed = list(dict.fromkeys(each.what for each in result.speed))
+    kept = {each.k: each.bytes_per_token for each in result.speed if each.bytes_per_token is not None}
+    names = [
+        "loops",
+        "CE (nats/token)",
+        "perplexity",
+        "bits per byte",
+        "‖h‖",
+        *(f"{what} (tokens/s)" for what in timed),
+    ]
+    for name in [*names, "cache (bytes/token)"] if kept else names:
         table.add_column(name, justify="right")
     for score in scores.depths:
         numbers = ((score.ce, ".4f"), (score.perplexity, ".2f"), (score.bits_per_byte, ".4f"), (score.norm, ".4g"))
-        table.add_row(str(score.k), *("" if number is None else format(number, form) for number, form in numbers))
+        speeds = [_rate(_timing(result, score.k, what)) for what in timed]
+        bytes_kept = [f"{kept[score.k]:,}"] if kept else []
+        cells = ["" if number is None else format(number, form) for number, form in numbers]
+        table.add_row(str(score.k), *cells, *speeds, *bytes_kept)
+    return table
+
+
+def _timing(result: EvaluationResult, k: int, what: str) -> Timing:
+    return next(each for each in result.speed if (each.k, each.what) == (k, what))
+
+
+def _rate(timing: Timing) -> str:
+    """The median, and half of the distance between the quartiles as a share of it."""
+    rate, low, high = timing.tokens_per_second or 0.0, timing.low or 0.0, timing.high or 0.0
+    return f"{rate:,.0f} ±{(high - low) / 2 / rate:.0%}"
+
+
+def _chart(result: EvaluationResult) -> str:
+    """Speed of decoding and perplexity at every depth, as bars."""
+    speeds = {depth.k: _timing(result, depth.k, "decode").tokens_per_second or 0.0 for depth in result.scores.depths}
+    found = [depth.perplexity for depth in result.scores.depths if depth.perplexity is not None]
+    best, worst = min(found, default=0.0), max(found, default=0.0)
+    lines = ["loops  decoding, tokens/s                 perplexity, and by how much it is above the best"]
+    for depth in result.scores.depths:
+        speed, perplexity = speeds[depth.k], depth.perplexity
+        above = 0.0 if perplexity is None or worst == best else (perplexity - best) / (worst - best)
+        shown = "" if perplexity is None else f"{perplexity:,.2f}"
+        lines.append(
+            f"{depth.k:>5}  {bar(speed / max(speeds.values()), 20):<20} {speed:>10,.0f}  {shown:>10} {bar(above, 20)}"
+        )
+    return "\n".join(lines)
+
+
+def _cache_table(cache: CacheTable) -> Table:
+    from rich.table import Table
+
+    title = f"cache policies at {cache.num_loops} loops: {cache.windows} windows, {cache.tokens:,} decoded tokens"
+    table = Table(title=title, title_justify="left")
+    for name in ("policy", "applies to"):
+        table.add_column(name)
+    for name in ("bytes/token", "of exact", "ΔCE (nats/token)", "± s.e."):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for cost in cache.policies:
+        numbers = (
+            (cost.bytes_per_token, ",d"),
+            (cost.share, ".3g"),
+            (cost.delta_ce, "+.4f"),
+            (cost.standard_error, ".4f"),
+        )
+        cells = ["not finite" if number is None else format(number, form) for number, form in numbers]
+        is_exact = cost.policy == "exact"
+        table.add_row(cost.policy, "" if is_exact else cost.applies_to, *cells, "" if is_exact else cost.verdict)
     return table

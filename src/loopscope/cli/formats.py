@@ -119,6 +119,8 @@ class Audited:
     file: Path | None = None
     """The configuration file behind the target, where it has one."""
     error: str = ""
+    is_finite: bool = True
+    """False where no mistake but the model kept it from being audited: its states are not finite."""
 
     def findings(self) -> list[Finding]:
         """Every blind variable; of an audit that fails without one, the verdict itself."""
@@ -144,10 +146,13 @@ class Audited:
 
 
 def exit_code(audits: Sequence[Audited]) -> int:
-    """2 when a target could not be audited, since nothing is known of it; else 1 on any finding, else 0."""
-    if any(one.result is None for one in audits):
+    """2 when a target could not be audited, since nothing is known of it; else 1 on any finding, else 0.
+
+    A model that is not finite is a finding.
+    """
+    if any(one.result is None and one.is_finite for one in audits):
         return EXIT_USAGE
-    return EXIT_FINDINGS if any(one.findings() for one in audits) else EXIT_OK
+    return EXIT_FINDINGS if any(one.findings() or not one.is_finite for one in audits) else EXIT_OK
 
 
 # --- where a setting is written --------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +18,8 @@ from loopscope.words import check_word
 if TYPE_CHECKING:
     from loopscope.verbs.generation import Generation
 
+DEPTH_COLOURS = (33, 37, 70, 142, 172, 160)
+"""Of a terminal with 256 colours, from blue to red."""
 MOST_PROMPT_BYTES = 64 << 20
 """Largest file of prompts that is read."""
 
@@ -50,6 +53,14 @@ class Generate:
     """Strings that end the text; they are not printed."""
     num_loops: int | None = None
     """Loops per token, also beyond the trained depth; the trained depth by default."""
+    halting: str | None = None
+    """RULE:THRESHOLD: a token leaves as soon as its score reaches the threshold, as in margin:2.5; no promise is made
+    about the cost."""
+    show_loops: bool = False
+    """Colour tokens by the loop they left at, on a terminal, and say how many left where."""
+    speculate: str = "plain"
+    """Draft with the first loops, decide with all: auto, block:D,M (D loops draft M tokens) or wave:D. The same text,
+    sooner; several prompts then run one after another."""
     cache_policy: str = "exact"
     """What the cache keeps of every token: exact, last-loop, first-loop, ring-N or last-exited."""
     prefill_policy: str = "exact"
@@ -75,6 +86,7 @@ examples:
   loopscope generate runs/nano-per-loop-rmsnorm-s42 "The river"
   loopscope generate runs/nano "The river" --temperature 0.8 --top-p 0.95 --seed 3
   loopscope generate downloads/Ouro-1.4B "The river" --num-loops 8 --stop "."
+  loopscope generate runs/nano "The river" --speculate auto
   loopscope generate runs/nano --prompts-file prompts.txt --json
   echo "The river" | loopscope generate runs/nano --prompts-file -"""
 
@@ -85,7 +97,7 @@ examples:
         from loopscope.inference.cache import CachePolicy
         from loopscope.inference.decoding import Policies
         from loopscope.inference.sampling import Sampling
-        from loopscope.verbs.generation import GenerateOptions, Generation
+        from loopscope.verbs.generation import GenerateOptions, stream
 
         sampling = Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
         options = GenerateOptions(
@@ -93,12 +105,14 @@ examples:
             max_tokens=self.max_tokens,
             stop=self.stop,
             num_loops=self.num_loops,
+            speculate=self.speculate,
+            halting=self.halting,
             truncate=self.truncate,
             policies=Policies(CachePolicy(self.cache_policy), CachePolicy(self.prefill_policy)),
             dtype=self.dtype,
             device=self.device,
         )
-        generation = Generation(self.target, prompts, options, tokenizer=self.tokenizer, say=say)
+        generation = stream(self.target, prompts, options, tokenizer=self.tokenizer, say=say)
         if self.json:
             for _ in generation:
                 pass
@@ -107,12 +121,18 @@ examples:
                 target=generation.opened.name,
                 num_loops=generation.num_loops,
                 trained_loops=generation.opened.model.num_loops,
+                speculation=None if generation.tally is None else asdict(generation.tally),
                 results=made,
             )
         elif len(prompts) == 1:
-            _stream(generation)
+            _stream(generation, coloured=self.show_loops and sys.stdout.isatty())
         else:
             _print_each(generation)
+        if self.show_loops:
+            left = Counter(token.loops for result in generation.results for token in result.tokens)
+            mean = sum(k * count for k, count in left.items()) / left.total()
+            places = ", ".join(f"{count} at loop {k}" for k, count in sorted(left.items()))
+            say(f"tokens left: {places}; {mean:.2f} of {generation.num_loops} loops a token")
         return EXIT_OK
 
     def _prompts(self) -> list[str]:
@@ -137,11 +157,13 @@ examples:
         return lines
 
 
-def _stream(generation: Generation) -> None:
-    """The prompt, and what follows it piece by piece."""
+def _stream(generation: Generation, *, coloured: bool) -> None:
+    """The prompt, and what follows it piece by piece; from blue to red by the loop that each token left at."""
     sys.stdout.write(generation.prompts[0])
-    for _, text in generation:
-        sys.stdout.write(text)
+    for piece in generation:
+        depth = (piece.loops - 1) * len(DEPTH_COLOURS) // generation.num_loops
+        colour = DEPTH_COLOURS[min(depth, len(DEPTH_COLOURS) - 1)]
+        sys.stdout.write(f"\x1b[38;5;{colour}m{piece.text}\x1b[0m" if coloured else piece.text)
         sys.stdout.flush()
     sys.stdout.write("\n")
 

@@ -24,6 +24,8 @@ class Watch:
         self.first_step, self.started = trainer.progress.step, time.perf_counter()
         self.tokens_per_step = trainer.config.training.batch * trainer.config.sequence_length
         self.peak_tokens = _peak_tokens_per_second(trainer)
+        self.now = lambda: trainer.progress.step
+        """The step that the run is at."""
 
     def rates(self, step: int) -> str:
         """Tokens per second since the start, model FLOPs utilisation where FLOPs are known, and the time left."""
@@ -51,8 +53,8 @@ class Watch:
         """The live view."""
         from rich.table import Table
 
-        rates = self.rates(train["step"])
-        title = f"step {train['step']}/{self.steps}   loss {train['loss']:.4f}   lr {train['lr']:.2g}   {rates}"
+        step = max(self.now(), train["step"])  # the row is as old as the last logged step, the run goes on
+        title = f"step {step}/{self.steps}   loss {train['loss']:.4f}   lr {train['lr']:.2g}   {self.rates(step)}"
         caption = "\n".join(events[-3:]) or None
         table = Table("loop", title=title, caption=caption, title_justify="left", caption_justify="left")
         for name in ("CE", "radial gradient share", "‖h‖", "validation CE"):
@@ -95,16 +97,19 @@ def watching(trainer: Trainer) -> Iterator[None]:
 
     rows: dict[str, dict[str, Any]] = {}
     events: list[str] = []
-    with Live(console=Console(stderr=True), refresh_per_second=4) as live:
 
-        def show(row: dict[str, Any]) -> None:
-            if row["kind"] == "event":
-                events.append(row["message"])
-            rows[row["kind"]] = row
-            if "train" in rows:
-                live.update(watch.table(rows["train"], rows.get("eval"), events))
+    def view() -> Table | str:
+        if "train" not in rows:
+            return f"step {watch.now() + 1}/{watch.steps}"
+        return watch.table(rows["train"], rows.get("eval"), events)
 
-        trainer.listeners = (*trainer.listeners, show)
+    def remember(row: dict[str, Any]) -> None:
+        if row["kind"] == "event":
+            events.append(row["message"])
+        rows[row["kind"]] = row
+
+    trainer.listeners = (*trainer.listeners, remember)
+    with Live(get_renderable=view, console=Console(stderr=True), refresh_per_second=4):  # made anew at every refresh
         yield
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loopscope.cli.configured import Configured
-from loopscope.cli.terminal import duration, print_json, print_tables, print_text
+from loopscope.cli.terminal import duration, print_json, print_tables, print_text, print_words
 from loopscope.config import Config, ModelConfig, config_to_dict, config_to_yaml
 from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.presets import PRESETS
@@ -77,9 +77,10 @@ examples:
             print_json(preset=self.preset, config=config_to_dict(config), loops=loops, **cost)
             return EXIT_OK
         print_tables(_parameter_table(plan.parameters), _loop_table(loops), _memory_table(plan))
-        print_text(_in_words(plan))
+        print_words(_in_words(plan))
         if devices_needed is not None:
-            print_text(f"{devices_needed:,} devices finish it within {self.within_hours:g} hours.")
+            count = f"{devices_needed:,}" if devices_needed < 10**12 else f"{devices_needed:.3g}"
+            print_text(f"{count} devices finish it within {self.within_hours:g} hours.")
         return EXIT_OK
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from loopscope.cli.rows import run_rows
-from loopscope.cli.terminal import print_json, print_tables, print_text, say
+from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ examples:
         if found:
             print_tables(_table(found))
         if len(found) == len(CORE):
-            print_text("\n".join([*verdict_on(found).lines, conclusion(found)]))
+            print_words("\n".join([*verdict_on(found).lines, conclusion(found)]))
         if page is not None:
             print_text(f"The whole story, with charts: {page}")
 

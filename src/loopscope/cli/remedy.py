@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from loopscope.cli.audit import print_audit
 from loopscope.cli.live import watching
-from loopscope.cli.terminal import print_json, print_tables, print_text, say
+from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from loopscope.words import check_word
@@ -84,10 +84,10 @@ examples:
             return
         was, now = result.before.audit, result.after.audit
         print_tables(_comparison(result))
-        print_text(f"before: {was.summary}\nafter:  {now.summary}")
+        print_words(f"before: {was.summary}\nafter:  {now.summary}")
         if now.verdict == "blind-spot":
             print_audit(now)
-        print_text("\n".join([f"outcome: {result.outcome.upper()}", *(f"  {reason}" for reason in result.reasons)]))
+        print_words("\n".join([f"outcome: {result.outcome.upper()}", *(f"  {reason}" for reason in result.reasons)]))
         fixed = f"model with the fix: {result.out}" if self.how != "clamp" else f"comparison: {result.out}/remedy.json"
         print_text(fixed)
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import tyro
 from tyro.conf import Positional
 
-from loopscope.cli.terminal import print_json, print_text
+from loopscope.cli.terminal import print_json, print_text, print_words
 from loopscope.errors import EXIT_OK, ConfigError
 
 
@@ -58,6 +58,6 @@ examples:
                 sentences=page.verdict.sentences,
             )
             return EXIT_OK
-        print_text("\n".join(page.verdict.lines))
+        print_words("\n".join(page.verdict.lines))
         print_text(f"{self.out}: {page.num_runs} run{'' if page.num_runs == 1 else 's'}, {size / 1e6:.1f} MB")
         return EXIT_OK

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.cli.rows import run_rows
-from loopscope.cli.terminal import print_json, print_tables, print_text, say
+from loopscope.cli.terminal import print_json, print_tables, print_words, say
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
 from loopscope.experiments.conditions import CONDITIONS, GROUPS, Recipe, Size, choose_seeds, parse_conditions
 
@@ -153,7 +153,7 @@ examples:
         for recipe in results.recipes() if self.rebuild else [self.recipe]:
             if listed := claims.of(recipe, "valid"):
                 print_tables(_claims_table(listed, f"{claims.size}, {recipe} recipe, validation text"))
-        print_text(_in_words(out, results, failing))
+        print_words(_in_words(out, results, failing))
         return exit_code
 
 

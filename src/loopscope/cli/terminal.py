@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 import sys
+import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SCHEMA_VERSION = 1
+REPORT_SECONDS = 10.0
+"""Between two lines of progress where there is no bar."""
 
 
 def say(message: str) -> None:
@@ -25,6 +31,15 @@ def say(message: str) -> None:
 def print_text(text: str) -> None:
     """Text on stdout, exactly as it is."""
     sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def print_words(text: str) -> None:
+    """Sentences on stdout: on a terminal no word is broken at its edge, elsewhere a line stays a line."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        wrap = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(map(wrap, text.splitlines()))
+    print_text(text)
 
 
 def print_tables(*tables: Table) -> None:
@@ -52,14 +67,17 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress(of: str) -> Iterator[Callable[[str, float], None]]:
-    """A function to call with what is going on and the share that is done: a bar on a terminal, else a line halfway."""
+    """A function to call with what is going on and the share that is done: a bar on a terminal, else a line.
+
+    A line halfway and at the end, and in between whenever there was none for so long that one wonders.
+    """
     if not sys.stderr.isatty():
-        told = 0
+        told, last = 0, time.monotonic()
 
         def line(what: str, share: float) -> None:
-            nonlocal told
-            if int(2 * share) > told:
-                told = int(2 * share)
+            nonlocal told, last
+            if int(2 * share) > told or time.monotonic() - last >= REPORT_SECONDS:
+                told, last = max(told, int(2 * share)), time.monotonic()
                 say(f"{of}: {share:.0%}, {what}")
 
         yield line
@@ -82,3 +100,9 @@ def sparkline(values: Sequence[float]) -> str:
     if not high - low > 1e-3 * max(abs(high), abs(low)):
         return BARS[3] * len(values)
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in values)
+
+
+def bar(share: float, width: int) -> str:
+    """A share of so many characters as a bar, to an eighth of a character."""
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()

@@ -88,15 +88,11 @@ class TextFile:
         if not line.strip():
             return ""
         try:
-            record = json.loads(line)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # ValueError: also a whole number of more digits than Python reads
+            record = json.loads(line, parse_int=float)  # only text is wanted, and a float takes any number of digits
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self.path}, line {number}: not JSON ({first_line(error)})") from None
         if not isinstance(record, dict):
-            kind = type(record).__name__
-            raise DataError(f"{self.path}, line {number}: a record is a JSON object, this is a {kind}")
+            raise DataError(f"{self.path}, line {number}: a record is a JSON object, this is a {_json_kind(record)}")
         return text_of(record, self.text_field, f"{self.path}, line {number}")
 
     def _rows(self) -> Iterator[str]:
@@ -183,13 +179,19 @@ def text_of(record: dict[str, Any], field: str, place: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise DataError(f"{place}: the field {field!r} holds a {type(text).__name__}, not text")
+        raise DataError(f"{place}: the field {field!r} holds a {_json_kind(text)}, not text")
     try:
         if len(text.encode()) > MOST_DOCUMENT_BYTES:
             raise _too_long(place)
     except UnicodeEncodeError as error:
         raise DataError(f"{place}: character {error.start + 1} is half of a surrogate pair, not text") from None
     return text
+
+
+def _json_kind(value: object) -> str:
+    """What a value is in the words of JSON: whole numbers were read as others are."""
+    kinds = {bool: "truth value", int: "number", float: "number", str: "string", list: "list", dict: "object"}
+    return kinds.get(type(value), type(value).__name__)
 
 
 def needed(module: str, why: str) -> Any:

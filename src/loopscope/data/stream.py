@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.data.packing import PackedTokens, pack
+from loopscope.data.packing import READ_TOKENS, PackedTokens, pack
 from loopscope.errors import ConfigError, DataError
 from loopscope.machine import cache_folder
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
@@ -30,6 +30,7 @@ __all__ = [
     "evaluation_batches",
     "pack",
     "permuted",
+    "unigram_cross_entropy",
 ]
 
 ROUNDS = 8
@@ -130,6 +131,25 @@ def evaluation_batches(
 def covered_bytes(tokens: PackedTokens, max_tokens: int | None = None) -> int:
     """UTF-8 bytes of text behind the targets of `evaluation_batches`: bits per byte = total nats / ln 2 / this."""
     return tokens.bytes_between(1, 1 + _num_targets(tokens, max_tokens))
+
+
+def unigram_cross_entropy(train: Tokens, text: Tokens, vocab_size: int, max_tokens: int | None = None) -> float:
+    """Nats per target of `evaluation_batches` of a model that knows how often each token occurs in the training text.
+
+    p(v) = (count of v + 1)/(number of tokens + V): one more of each, so that a token nobody has seen costs a finite
+    amount. A model that is not better than this has not learned to read what stands before a token.
+    """
+    seen_V = 1.0 + _counts(train, 0, len(train), vocab_size)
+    asked_V = _counts(text, 1, 1 + _num_targets(text, max_tokens), vocab_size)
+    return float(asked_V @ -np.log(seen_V / seen_V.sum()) / asked_V.sum())
+
+
+def _counts(tokens: Tokens, start: int, stop: int, vocab_size: int) -> np.ndarray:
+    """How often each id occurs among tokens start … stop − 1, read in pieces."""
+    counts_V = np.zeros(vocab_size)
+    for first in range(start, stop, READ_TOKENS):
+        counts_V += np.bincount(tokens[first : min(first + READ_TOKENS, stop)], minlength=vocab_size)
+    return counts_V
 
 
 def _num_targets(tokens: Tokens, max_tokens: int | None) -> int:

@@ -22,6 +22,7 @@ from loopscope.data.corpora import joined
 from loopscope.data.files import first_line
 from loopscope.errors import ConfigError, DataError, suggest
 from loopscope.files import MOST_JSON_BYTES, read_text
+from loopscope.runs import write_atomically
 
 NUM_BYTES = 256
 PAD, UNKNOWN = "<pad>", "<unk>"
@@ -87,8 +88,8 @@ class Tokenizer:
             "sha256": self.fingerprint,
         }
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / TOKENIZER_FILE, self.definition)
-        _replace(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
+        write_atomically(folder / TOKENIZER_FILE, self.definition)
+        write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
 
     def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
         try:
@@ -241,9 +242,3 @@ def _bytes_by_offsets(text: str, encoding: Encoding) -> np.ndarray:
     ends_N = np.maximum.accumulate(ends_C[np.array([end for _, end in encoding.offsets], dtype=np.int64)])
     ends_N[-1:] = ends_C[-1]
     return np.diff(ends_N, prepend=0)
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -14,6 +14,8 @@ from loopscope.files import Part, Problems, read_as
 
 SCHEMA_VERSION = 1
 HOLDS, FAILS, NOT_MEASURED = "holds", "does not hold at this size", "not measured"
+TOO_EARLY = "too early to say"
+"""Of a claim about CE, while a model it names has learned next to nothing."""
 FAILED_BEFORE = "does not hold at this scale"
 """The verdict in files from before a model's size was called its size."""
 SIGNED_BEFORE = "that ΔCE with its sign"
@@ -149,7 +151,7 @@ class Judgement:
     paper: list[PaperValue]
     quantities: list[Measured]
     verdict: str
-    """holds, does not hold at this size, or not measured."""
+    """holds, does not hold at this size, too early to say, or not measured."""
     reason: str
 
     def to_json(self) -> dict[str, Any]:

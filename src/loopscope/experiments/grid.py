@@ -2,7 +2,8 @@
 
 OUT/grid.json         commands, common configuration, differences from the paper, data, versions
 OUT/tokenizer/        fitted once, on the training text alone, and copied into every row
-OUT/rows/NAME/        a run folder as `loopscope train` makes it, and row.json, eval.json, audit.json, log.txt
+OUT/rows/NAME/        a run folder as `loopscope train` makes it, and row.json, eval.json, log.txt,
+                      audit.json, audit-untrained.json
 OUT/claims.json, OUT/tables/, OUT/figures/      made from the files above
 
 No torch here: rows are processes of their own.
@@ -63,6 +64,8 @@ class RowSpec:
     eval_tokens: int | None = None
     """Most tokens of each split that are evaluated; None means all."""
     audit: bool = True
+    audit_untrained: bool = True
+    """Whether the weights that training begins with are audited too, where anything is."""
 
     @property
     def name(self) -> str:
@@ -97,6 +100,7 @@ class Request:
     test_data: tuple[str, ...] | None = None
     eval_tokens: int | None = None
     audit: bool = True
+    audit_untrained: bool = True
     threads: int | None = 1
 
     def base(self) -> Config:
@@ -132,6 +136,7 @@ class Grid:
             test_data=self.request.test_data,
             eval_tokens=self.request.eval_tokens,
             audit=self.request.audit,
+            audit_untrained=self.request.audit_untrained,
         )
 
 

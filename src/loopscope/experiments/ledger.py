@@ -24,6 +24,7 @@ EXIT_TAKEN = 75
 """Another process has the row."""
 STAGES = {"training": 0.0, "evaluating": 0.8, "auditing": 0.9}
 """Stages of a row, and the share of its time that lies before each; training moves within its share."""
+TRAINED_AUDIT, UNTRAINED_AUDIT = "audit.json", "audit-untrained.json"
 TAIL = 1 << 14
 """Bytes at the end of metrics.jsonl in which its last line surely begins."""
 
@@ -125,17 +126,24 @@ def is_complete(folder: Path, spec: RowSpec) -> bool:
 
 
 def is_evaluated(folder: Path, spec: RowSpec) -> bool:
-    """Whether there is a whole eval.json of the row's last step."""
+    """Whether there is a whole eval.json of the row's last step; one of an older version has no unigram model."""
     problems: Problems = {}
     found = read_as(folder / "eval.json", Evaluation.from_json, problems)
-    return found is not None and not problems and found.step == spec.config.training.steps
+    whole = found is not None and not problems and bool(found.unigram_ce)
+    return found is not None and whole and found.step == spec.config.training.steps
 
 
 def is_audited(folder: Path, spec: RowSpec) -> bool:
-    """Whether there is a whole audit.json of the row's last step."""
+    """Whether there are whole audits of the row's last step and, where asked for, of its untrained weights."""
+    trained = has_audit(folder / TRAINED_AUDIT, spec.config.training.steps)
+    return trained and (not spec.audit_untrained or has_audit(folder / UNTRAINED_AUDIT, None))
+
+
+def has_audit(path: Path, step: int | None) -> bool:
+    """Whether there is a whole audit of that step; one of an older version lacks what C5 and C6 are judged by."""
     problems: Problems = {}
-    found = read_as(folder / "audit.json", Audit.from_json, problems)
-    return found is not None and not problems and found.step == spec.config.training.steps
+    found = read_as(path, Audit.from_json, problems)
+    return found is not None and not problems and found.step == step and found.is_up_to_date
 
 
 def _last_step(path: Path) -> Logged | None:

@@ -26,7 +26,9 @@ from loopscope.experiments.grid import EXTRA_LOOPS, RowSpec
 from loopscope.experiments.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
-    is_audited,
+    TRAINED_AUDIT,
+    UNTRAINED_AUDIT,
+    has_audit,
     is_complete,
     is_evaluated,
     read_record,
@@ -112,8 +114,7 @@ def _run_stages(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
             evaluate_row(spec, run)
     if spec.audit:
         with _stage(run, record, "auditing"):
-            if not is_audited(run.path, spec):
-                audit_row(run.path)
+            audit_row(spec, run)
 
 
 @contextmanager
@@ -150,23 +151,34 @@ def _logging(trainer: Trainer) -> Iterator[None]:
 
 
 def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
-    """eval.json: scores of every depth up to a few beyond the trained one, on validation and test text."""
+    """eval.json: scores of every depth up to a few beyond the trained one, on validation and test text.
+
+    With the CE of a unigram model on the same targets: claims about CE wait until the row is clearly below it.
+    """
     import torch
 
+    from loopscope.data.stream import unigram_cross_entropy
     from loopscope.targets import open_target
     from loopscope.training.session import set_up
     from loopscope.verbs.evaluation import score_tokens, throughput
+    from loopscope.verbs.text import tokens_for
 
     setup, opened = set_up(spec.config.training), open_target(run.path)
     assert opened.tokenizer is not None, "training gave the row its tokenizer"
     depth, length = spec.config.model.num_loops + EXTRA_LOOPS, spec.config.sequence_length
+    splits = dict(_splits(spec, opened))
+    train, vocab_size = tokens_for(opened, None, say, split="train"), opened.tokenizer.vocab_size
     result = Evaluation(
         step=spec.config.training.steps,
         tokenizer=opened.tokenizer.kind,
         num_loops=spec.config.model.num_loops,
         splits={
             split: score_tokens(opened.model, tokens, depth, length, max_tokens=spec.eval_tokens)
-            for split, tokens in _splits(spec, opened)
+            for split, tokens in splits.items()
+        },
+        unigram_ce={
+            split: unigram_cross_entropy(train, tokens, vocab_size, spec.eval_tokens)
+            for split, tokens in splits.items()
         },
         throughput=throughput(opened.model, opened.vocab_size, length),
         threads=torch.get_num_threads(),
@@ -189,11 +201,19 @@ def _splits(spec: RowSpec, opened: Opened) -> Iterator[tuple[str, PackedTokens]]
         say(f"no test scores: {error}")
 
 
-def audit_row(folder: Path) -> None:
-    """audit.json; a blind spot is a result."""
+def audit_row(spec: RowSpec, run: RunFolder) -> None:
+    """audit.json, and audit-untrained.json of the weights that training began with; a blind spot is a result."""
+    from loopscope.targets import of_config, open_target
     from loopscope.verbs.audits import audit
 
-    write_json(folder / "audit.json", audit(folder, say=say).to_json())
+    opened = open_target(run.path)
+    if spec.audit_untrained and not has_audit(run.path / UNTRAINED_AUDIT, None):
+        say("auditing the untrained weights")
+        fresh = of_config(opened.name, spec.config, seed=spec.seed)
+        untrained = replace(fresh, tokenizer=opened.tokenizer, run=run)
+        write_json(run.path / UNTRAINED_AUDIT, audit(untrained, say=say).to_json())
+    if not has_audit(run.path / TRAINED_AUDIT, spec.config.training.steps):
+        write_json(run.path / TRAINED_AUDIT, audit(opened, say=say).to_json())
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------

@@ -14,10 +14,20 @@ from typing import Any
 
 from loopscope.config import changes_learning
 from loopscope.experiments.conditions import CONDITIONS, FACTORS, file_name
-from loopscope.experiments.documents import FAILS, HOLDS, NOT_MEASURED, ClaimsRecord, Difference, Judgement, Measured
+from loopscope.experiments.documents import (
+    FAILS,
+    HOLDS,
+    NOT_MEASURED,
+    TOO_EARLY,
+    ClaimsRecord,
+    Difference,
+    Judgement,
+    Measured,
+)
 from loopscope.experiments.results import Results, View, deviation, mean, shown
 from loopscope.readings import (
     CHANCE,
+    Audit,
     AuditedLoop,
     Measure,
     Run,
@@ -151,6 +161,53 @@ def radial_gradient_table(view: View) -> Table:
     return Table("radial_gradient", "Radial gradient share", header, rows, note)
 
 
+def scale_response_table(view: View) -> Table:
+    """What a change of scale does to the loss of every exit, before and after training."""
+    loops = _trained_loops(view)
+    rows = []
+    for name in view.conditions():
+        for weights in WEIGHTS:
+            cells = [
+                _cell(
+                    (loop.scale_curvature if is_raw_at(row, k) else loop.scale_curvature_size)
+                    for row in view.of(name).values()
+                    if (audit := _audit_of(row, weights)) and (loop := audit.loops.get(k))
+                )
+                for k in loops
+            ]
+            rows.append([_title(name), weights, *cells])
+    header = ["condition", "weights", *(f"loop {k}" for k in loops)]
+    note = (
+        "d²CE/d(ln α)² in nats when the state is multiplied by α before the readout: through raw the mean over tokens, "
+        "through a norm the median of absolute values."
+    )
+    return Table("scale_response", "Response to a change of scale", header, rows, note)
+
+
+def lemma_2_table(view: View) -> Table:
+    """How much of the motion of scale and direction Lemma 2 misses."""
+    rows = []
+    for name in view.conditions():
+        for weights in WEIGHTS:
+            audits = [audit for row in view.of(name).values() if (audit := _audit_of(row, weights))]
+            counts = [sum(one.tokens or 0 for one in audit.tests_of_lemma_2) for audit in audits]
+            missed = [[audit.scale_missed for audit in audits], [audit.direction_missed for audit in audits]]
+            rows.append([_title(name), weights, _cell(counts), *map(_cell, missed)])
+    header = ["condition", "weights", "tokens × loops", "missed of scale", "missed of direction"]
+    note = (
+        "Σ|measured − predicted| / Σ|measured| over 30 loops and the tokens with s ≥ 10·‖b⊥‖, predicted by one run of "
+        "each loop on the same directions at 100 times the scale."
+    )
+    return Table("lemma_2", "Lemma 2", header, rows, note)
+
+
+WEIGHTS = ("untrained", "trained")
+
+
+def _audit_of(row: Run, weights: str) -> Audit | None:
+    return row.untrained if weights == "untrained" else row.audit
+
+
 def radial_clamp_table(view: View) -> Table:
     """What removing or freezing the growth of scale costs at inference."""
     names = list(dict.fromkeys(name for row in view.rows for name in radial_clamps(row)))
@@ -243,7 +300,8 @@ def claims_table(claims: list[Judgement]) -> Table:
         told = [quantity for quantity in claim.quantities if quantity.headline and quantity.n]
         ours = "; ".join(f"{quantity.name}: {measured(quantity)}" for quantity in told)
         paper = "; ".join(f"{value.value} [{value.source}]" for value in claim.paper)
-        verdict = claim.verdict if claim.quantities else f"{claim.verdict}: {claim.reason}"
+        decided = claim.quantities and claim.verdict != TOO_EARLY
+        verdict = claim.verdict if decided else f"{claim.verdict}: {claim.reason}"
         absent = [quantity.name for quantity in claim.quantities if quantity.rule and not quantity.n]
         verdict += f" (missing: {'; '.join(absent)})" if absent and told else ""
         rows.append([claim.id, claim.title, claim.rule, ours or "–", paper, verdict])
@@ -261,7 +319,11 @@ def brief_claims_table(claims: list[Judgement]) -> Table:
     for claim in claims:
         ruled = [quantity for quantity in claim.quantities if quantity.rule and quantity.n]
         deciding = next((quantity for quantity in ruled if quantity.obeyed is False), ruled[0] if ruled else None)
-        here = claim.reason if deciding is None else f"{deciding.name}: {_brief(deciding)} (rule: {deciding.rule})"
+        here = (
+            claim.reason
+            if deciding is None or claim.verdict == TOO_EARLY
+            else f"{deciding.name}: {_brief(deciding)} (rule: {deciding.rule})"
+        )
         rows.append([f"{claim.id} {claim.title}", here, IN_A_WORD.get(claim.verdict, claim.verdict)])
     return Table("claims_in_brief", "Claims", ["claim", "here", "holds"], rows)
 
@@ -272,7 +334,7 @@ def _brief(quantity: Measured) -> str:
     return middle if quantity.low is None else f"{middle} [{low}, {high}]"
 
 
-IN_A_WORD = {HOLDS: "yes", FAILS: "no", NOT_MEASURED: "not measured"}
+IN_A_WORD = {HOLDS: "yes", FAILS: "no", TOO_EARLY: "too early", NOT_MEASURED: "not measured"}
 
 
 def measured(quantity: Measured) -> str:
@@ -307,6 +369,8 @@ MAKERS: tuple[Callable[[View], Table], ...] = (
     main_table,
     norms_in_training_table,
     radial_gradient_table,
+    scale_response_table,
+    lemma_2_table,
     radial_clamp_table,
     variable_depth_table,
     token_norms_table,

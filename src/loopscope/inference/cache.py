@@ -56,11 +56,9 @@ class CachePolicy:
             return None
         return int(self.name.removeprefix("ring-")) if self.name.startswith("ring-") else 1
 
-    def index(self, part: str, k: int) -> int:
-        """The slot that loop k of a part looks at. Only the core is looped; a coda runs once, where a token leaves."""
-        if part == "prelude" or (part == "coda" and self.name == "last-exited"):
-            return 0
-        return k - 1 if part != "core" or self.slots is None else (k - 1) % self.slots
+    def index(self, k: int) -> int:
+        """The slot that loop k of the core looks at."""
+        return k - 1 if self.slots is None else (k - 1) % self.slots
 
     def writes(self, part: str, k: int) -> bool:
         """Whether loop k leaves its keys and values."""
@@ -84,6 +82,8 @@ class KVCache:
         self._free: list[int] = []
         self._held: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         """Part and layer → keys and values (slots, R, H, capacity, C), so that lanes at several loops are one view."""
+        self._coda_slots: dict[int, int] = {}
+        """Loop that is read out → slot of the coda."""
 
     # --- rows and tokens ---------------------------------------------------------------------------------------------
 
@@ -120,13 +120,11 @@ class KVCache:
     def leave(self, row: int, position: int, k: int, num_loops: int) -> None:
         """Let a token that has left at loop k show its keys and values of that loop at all deeper ones."""
         index = self.policy.index
+        deeper = sorted({index(other) for other in range(k + 1, num_loops + 1)} - {index(k)})
         for (part, layer), held in list(self._held.items()):
-            if part != "core":
-                continue
-            held = self._room((part, layer), index(part, num_loops), held[0][0], held[1][0], position + 1)
-            deeper = sorted({index(part, other) for other in range(k + 1, num_loops + 1)} - {index(part, k)})
-            for tensor in held:
-                tensor[deeper, row, :, position] = tensor[index(part, k), row, :, position]
+            if part == "core" and deeper:
+                for tensor in self._room((part, layer), deeper[-1], held[0][0], held[1][0], position + 1):
+                    tensor[deeper, row, :, position] = tensor[index(k), row, :, position]
 
     def thin(self, policy: CachePolicy, num_loops: int) -> None:
         """Keep of an exact cache, `num_loops` deep, what another policy would have kept, and go on under that one."""
@@ -135,7 +133,7 @@ class KVCache:
         if policy.slots is None:
             return
         # The last loop that writes a slot is the one whose keys stay in it.
-        last = {policy.index("core", k): k for k in range(1, num_loops + 1) if policy.writes("core", k)}
+        last = {policy.index(k): k for k in range(1, num_loops + 1) if policy.writes("core", k)}
         for (part, layer), (keys, values) in self._held.items():
             if part == "core":
                 kept = [last[index] - 1 for index in sorted(last)]
@@ -152,7 +150,19 @@ class KVCache:
     def slot(self, part: str, k: int, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values (R, H, capacity, C) that loop k of a part and layer looks at."""
         keys, values = self._held[part, layer]
-        return keys[self.policy.index(part, k)], values[self.policy.index(part, k)]
+        return keys[self.index(part, k)], values[self.index(part, k)]
+
+    def index(self, part: str, k: int) -> int:
+        """The slot that loop k of a part looks at.
+
+        Only the core is looped. A coda has a slot for each loop that is read out, in the order they come, and a single
+        one where tokens leave at loops of their own.
+        """
+        if part == "core":
+            return self.policy.index(k)
+        if part == "prelude" or self.policy.name == "last-exited":
+            return 0
+        return self._coda_slots.setdefault(k, len(self._coda_slots))
 
     def _room(
         self, home: tuple[str, int], index: int, k_BHTC: Tensor, v_BHTC: Tensor, length: int
@@ -163,7 +173,7 @@ class KVCache:
         if held is not None and all(have >= want for have, want in zip(_sizes(held[0]), asked, strict=True)):
             return held
         if held is None:
-            loops = 1 if home[0] == "prelude" else self.policy.slots or self._loops
+            loops = min(self.policy.slots or self._loops, self._loops) if home[0] == "core" else 1
             sizes = tuple(map(max, asked, (loops, 1, self._capacity)))
         else:  # by doubling, so that each entry is copied O(1) times
             pairs = zip(_sizes(held[0]), asked, strict=True)
@@ -227,7 +237,7 @@ class CacheView:
         if isinstance(loop, tuple):
             return self._extend_each(part, loop, layer, k_BHTC, v_BHTC)
         policy, tokens = self.cache.policy, k_BHTC.shape[2]
-        index, end = policy.index(part, loop), self._longest + tokens
+        index, end = self.cache.index(part, loop), self._longest + tokens
         keys, values = self.cache._room((part, layer), index, k_BHTC, v_BHTC, end)
         keys, values, chosen, writes = keys[index], values[index], self._chosen, policy.writes(part, loop)
         if self._start is not None and isinstance(chosen, slice):
@@ -250,15 +260,12 @@ class CacheView:
         Tokens of one sequence at evenly spaced loops, as in a wavefront, are a strided view; anything else is gathered.
         """
         policy, tokens = self.cache.policy, k_BHTC.shape[2]
-        indices, end = [policy.index(part, k) for k in loops], self._longest + tokens
+        indices, end = [self.cache.index(part, k) for k in loops], self._longest + tokens
         keys, values = self.cache._room((part, layer), max(indices), k_BHTC, v_BHTC, end)
-        writing = [number for number, k in enumerate(loops) if policy.writes(part, k)]
-        if writing:
-            slots_B1 = torch.tensor([indices[number] for number in writing])[:, None]
-            rows_B1 = torch.tensor([self.rows[number] for number in writing])[:, None]
-            positions_BT = self.positions(tokens).expand(len(loops), tokens)[writing]
-            keys[slots_B1, rows_B1, :, positions_BT] = k_BHTC[writing].transpose(1, 2)
-            values[slots_B1, rows_B1, :, positions_BT] = v_BHTC[writing].transpose(1, 2)
+        for number, (k, index, row, start) in enumerate(zip(loops, indices, self.rows, self.starts, strict=True)):
+            if policy.writes(part, k):
+                keys[index, row, :, start : start + tokens] = k_BHTC[number]
+                values[index, row, :, start : start + tokens] = v_BHTC[number]
         if (spaced := _evenly(indices)) is not None and len(set(self.rows)) == 1:
             row = self.rows[0]
             return keys[spaced, row, :, :end], values[spaced, row, :, :end]

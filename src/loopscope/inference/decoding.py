@@ -56,6 +56,10 @@ class Runner(Protocol):
         """Logits_BV after one more token of each of these sequences."""
         ...
 
+    def spent(self, number: int) -> int:
+        """Loops that were run for the last token of a sequence."""
+        ...
+
 
 def runner_for(model: LoopedModel, num_loops: int, policies: Policies = ALL_EXACT) -> Runner:
     """Through a cache where the model takes one; else everything is run again for every token."""
@@ -110,6 +114,10 @@ class CachedRunner:
         """Logits_BV after one more token of each of these sequences."""
         return self._run(torch.tensor(ids, device=self.device)[:, None], [self.row[number] for number in numbers])
 
+    def spent(self, number: int) -> int:
+        """All of them."""
+        return self.num_loops
+
     def _run(self, ids_BT: Tensor, rows: Sequence[int]) -> Tensor:
         """Logits_BV after the last of these tokens."""
         view = self.cache.append(ids_BT.shape[1], rows)
@@ -140,6 +148,10 @@ class RecomputingRunner:
             self.ids[number].append(new)
         return torch.stack([self._run(self.ids[number]) for number in numbers])
 
+    def spent(self, number: int) -> int:
+        """All of them."""
+        return self.num_loops
+
     def _run(self, ids: Sequence[int]) -> Tensor:
         state = run_loops(self.model, torch.tensor([ids], device=self.device), num_loops=self.num_loops).states[-1]
         return last_logits(self.model, state, self.num_loops)[0]
@@ -152,9 +164,14 @@ def last_logits(model: LoopedModel | Cached, state: LoopState, k: int, cache: Ca
         logits_BV = nn.functional.linear(linear.features(state, k, *given)[:, -1], linear.head)
     else:
         logits_BV = model.readout(state, k, *given)[:, -1]
-    if not logits_BV.isfinite().all():
-        raise ProtocolError(f"the logits after loop {k} are not finite numbers: no token can be chosen from them")
+    check_finite(logits_BV, k)
     return logits_BV
+
+
+def check_finite(logits: Tensor, k: int) -> None:
+    """Refuse to choose a token from NaN or infinity."""
+    if not logits.isfinite().all():
+        raise ProtocolError(f"the logits after loop {k} are not finite numbers: no token can be chosen from them")
 
 
 def device_of(model: object) -> torch.device:
@@ -176,7 +193,7 @@ class Token:
     logprob: float
     """By the model's own distribution: no temperature, no penalty."""
     loops: int
-    """Loops that were run for it."""
+    """Loops that were run to choose it."""
 
 
 @dataclass
@@ -248,7 +265,7 @@ def decode(
         for number, continuation in running.items():
             logits_V = logits[number]
             chosen = sampling.draw(logits_V, continuation.ids, generators[number])
-            token = Token(number, chosen, logprob(logits_V, chosen), runner.num_loops)
+            token = Token(number, chosen, logprob(logits_V, chosen), runner.spent(number))
             continuation.tokens.append(token)
             continuation.finish = limits.reached(continuation)
             yield continuation, token

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from loopscope.errors import ConfigError
 
+SMALLEST_TEMPERATURE = 1e-300
+"""Division by less may be division by zero, where the processor takes denormal numbers for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -67,13 +70,16 @@ class Sampling:
         logits_V = self.penalised(logits_V, seen)
         if self.is_greedy:
             return torch.nn.functional.one_hot(logits_V.argmax(), len(logits_V)).double().cpu()
-        p_V = torch.softmax(logits_V.double().cpu() / self.temperature, -1)
-        if self.top_k is not None and self.top_k < len(p_V):
-            p_V = p_V * (p_V >= p_V.topk(self.top_k).values[-1])
-        if self.top_p is not None and self.top_p < 1:
-            ordered_V, order_V = p_V.sort(descending=True, stable=True)
-            before_V = ordered_V.cumsum(0) - ordered_V  # the token that crosses the limit stays
-            p_V = p_V.index_fill(0, order_V[before_V >= self.top_p * p_V.sum()], 0.0)
+        logits_V = logits_V.double().cpu()
+        # The largest logit is taken off first: divided by a tiny temperature it would not be a number any more.
+        p_V = torch.softmax((logits_V - logits_V.max()) / max(self.temperature, SMALLEST_TEMPERATURE), -1)
+        if self.top_k is not None or self.top_p is not None:
+            ordered_V, order_V = p_V.sort(descending=True, stable=True)  # of equals the first: top-k 1 is greedy
+            kept_V = torch.arange(len(p_V)) < (len(p_V) if self.top_k is None else self.top_k)
+            if self.top_p is not None and self.top_p < 1:
+                before_V = ordered_V.cumsum(0) - ordered_V  # the token that crosses the limit stays
+                kept_V &= before_V < self.top_p * (ordered_V * kept_V).sum()
+            p_V = p_V.index_fill(0, order_V[~kept_V], 0.0)
         if self.min_p is not None:
             p_V = p_V * (p_V >= self.min_p * p_V.max())
         return p_V / p_V.sum()
@@ -95,4 +101,6 @@ def accept(drafted: int, draft_V: Tensor, target_V: Tensor, generator: torch.Gen
     if chance >= 1 or float(torch.rand((), generator=generator, dtype=torch.float64)) < chance:
         return drafted
     left_V = (target_V - draft_V).clamp(min=0)
+    if not left_V.any():  # p = q but for rounding
+        return drafted
     return int(torch.multinomial(left_V, 1, generator=generator))

@@ -93,6 +93,10 @@ def multi_readout_cross_entropy(
     wants_features, wants_head, wants_weights = (torch.is_grad_enabled() and t.requires_grad for t in tensors)
     wants = (wants_features, wants_head, wants_weights)
     plan = _Plan(ignore_index, z_loss, margin, chunk_rows, compute_dtype, wants)
+    if torch.compiler.is_compiling():
+        # Its gradients come from forward, in place, chunk by chunk: no compiler may trace that. Disabled here, not by a
+        # decorator: that would import torch's compiler with this module, and double the time `plan` and `env` take.
+        return torch.compiler.disable(_fused)(features_KND, head_VD, targets_N, weights_KN, plan)
     return _fused(features_KND, head_VD, targets_N, weights_KN, plan)
 
 
@@ -143,7 +147,6 @@ def logits_cross_entropy(
     return _pack(loss, ce_KN.detach(), lse_KN.detach(), margin_KN, valid_N)
 
 
-@torch.compiler.disable(reason="the fused loss computes its gradients in forward, in place, chunk by chunk")  # type: ignore[untyped-decorator]
 def _fused(features_KND: Tensor, head_VD: Tensor, targets_N: Tensor, weights_KN: Tensor, plan: _Plan) -> ReadoutLoss:
     with _without_autocast(features_KND.device.type):
         try:

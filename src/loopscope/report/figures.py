@@ -51,6 +51,7 @@ SHARE = Axis("radial gradient share (0 to 1)", "log", floor=SMALLEST_SHARE, show
 
 NEEDS_AUDIT = "no run has been audited; loopscope audit RUN writes audit.json into a run's folder."
 NEEDS_EVAL = "no run has been evaluated on validation text yet."
+NEEDS_SPEED = "no run has been timed; loopscope eval RUN --speed leaves its timings in eval.json."
 NEEDS_METRICS = "no run has logged a step yet."
 
 
@@ -228,6 +229,30 @@ def frontier(groups: Sequence[Group]) -> Chart:
         table=splits_table(groups, name, of),
         missing=NEEDS_EVAL,
         note=" ".join(part for part in (note, leaving) if part),
+    )
+
+
+def speed(groups: Sequence[Group]) -> Chart:
+    """Quality against the speed of decoding, a point for every depth that was timed."""
+    name, of, note = quality(groups)
+    lines, rows = [], []
+    for group, run in each_run(groups):
+        timed = [] if run.evaluation is None else run.evaluation.speed
+        rates = {each.k: each.tokens_per_second for each in timed if each.what == "decode"}
+        points = [(rate, of(depth), depth.k) for depth in run.depths if (rate := rates.get(depth.k))]
+        if points:
+            lines.append(Line(group, run, [x for x, _, _ in points], [y for _, y, _ in points]))
+            rows += [[lines[-1].label, str(k), plain(x), plain(y)] for x, y, k in points]
+    x, y = Axis("tokens decoded per second, at batch 1", "log"), Axis(name, "log")
+    return Chart(
+        name="speed",
+        title="Quality against the speed of decoding",
+        look="Look for the lower right: fast and good. Along a line from right to left every point runs one loop more.",
+        traces=line_traces(lines, x, y),
+        layout=layout(x, y, lines),
+        table=Table(["run", "loops", "tokens per second", name], rows),
+        missing=NEEDS_SPEED,
+        note=note,
     )
 
 

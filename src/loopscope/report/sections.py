@@ -184,7 +184,7 @@ class ClaimTable:
         return " · ".join(part for part in (self.about, self.split) if part)
 
     def with_tone(self, tone: str) -> list[ClaimView]:
-        """Those that hold (good), do not (bad), or were not measured (open)."""
+        """Those that hold (good), do not (bad), or about which nothing is said (open)."""
         return [claim for claim in self.claims if claim.tone == tone]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loopscope.experiments.documents import Reproduction
+from loopscope.experiments.documents import TOO_EARLY, Reproduction
 from loopscope.readings import (
     CLEAR,
     FURTHEST,
@@ -265,8 +265,12 @@ def _claims(tables: Sequence[ClaimTable]) -> list[Point]:
             parts.append(
                 f"{_listed([c.id for c in failed])} {'does' if len(failed) == 1 else 'do'} not hold at this size"
             )
-        if open_:
-            parts.append(f"{_listed([c.id for c in open_])} {'was' if len(open_) == 1 else 'were'} not measured")
+        early = [claim.id for claim in open_ if claim.verdict == TOO_EARLY]
+        absent = [claim.id for claim in open_ if claim.verdict != TOO_EARLY]
+        if early:
+            parts.append(f"for {_listed(early)} it is too early to say")
+        if absent:
+            parts.append(f"{_listed(absent)} {'was' if len(absent) == 1 else 'were'} not measured")
         said.setdefault((table.about, "; ".join(parts)), []).append(table.split)
     return [
         Point(f"Claims of the paper ({' · '.join(part for part in (about, _listed(splits)) if part)})", f"{verdict}.")

@@ -34,19 +34,19 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from loopscope.errors import RunError
-from loopscope.files import NULL, NUMBER, Form, Problems, first_misfit, open_file, read_json, without_nan
+from loopscope.files import NULL, NUMBER, Form, Problems, first_misfit, is_count, open_file, read_json, without_nan
 from loopscope.runs import folder_written_whole
 from loopscope.training.distributed import Ranks
 from loopscope.training.optimizers import Optimizers
 
 FORMAT = 1
-STATE_FORM: Form = {"step": int, "sharded": bool}
+STATE_FORM: Form = {"step": is_count, "sharded": bool}
 """What every state.json has."""
 RESUMED_FORM: Form = {
     "penalty_on": bool,
     "best_ce": (*NUMBER, NULL),
     "best_step": (int, NULL),
-    "guard": {"recent": [NUMBER], "bad_in_a_row": int, "rollbacks": int},
+    "guard": {"recent": [NUMBER], "bad_in_a_row": is_count, "rollbacks": is_count},
     "monitor": {"start": (*NUMBER, NULL), "since": (int, NULL), "recent": [[NUMBER]], "raised": [str]},
 }
 """What it also has where a run is to go on from it."""
@@ -178,6 +178,8 @@ def load(path: Path) -> Checkpoint:
         raise RunError(f"checkpoint {path} has format {state.get('format')}; this loopscope reads {FORMAT}")
     if (place := first_misfit(state, STATE_FORM)) is not None:
         raise RunError(f"checkpoint {path} is damaged: {place} in state.json is missing or of the wrong kind")
+    if re.fullmatch(r"step-\d+", path.name) and int(path.name.removeprefix("step-")) != state["step"]:
+        raise RunError(f"checkpoint {path} is damaged: its state.json is one of step {state['step']}")
     return Checkpoint(path, state)
 
 
@@ -197,7 +199,8 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        told = error.strerror if isinstance(error, OSError) else None  # without "[Errno 22]"
+        reason = told or (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise RunError(f"checkpoint {path} is damaged or incomplete: {reason}") from error
 
 

@@ -113,7 +113,26 @@ def check_memory(config: Config, *, devices: int, device_type: str) -> None:
     room, needed = memory_bytes(device_type), plan_memory(config, devices=devices, device_type=device_type).total
     if room is not None and needed > MOST_OF_MEMORY * room:
         why = f"a step takes about {needed / 2**30:,.0f} GB, and this {device_type} device has {room / 2**30:,.0f} GB; "
+        one = dataclasses.replace(config, training=dataclasses.replace(config.training, batch=devices, accumulate=1))
+        if plan_memory(one, devices=devices, device_type=device_type).total > MOST_OF_MEMORY * room:
+            design = config.design("a plan")
+            raise ConfigError(
+                f"width {design.width:,}, vocab_size {design.vocab_size:,}, sequences of {config.sequence_length:,}: "
+                f"{why}one sequence at a time would not fit either, so take a smaller model or --shard it over devices"
+            )
         raise ConfigError.of("batch", config.training.batch, f"{why}take fewer sequences or --accumulate more")
+
+
+def check_logits(tokens: int, vocab_size: int, *, batch: int, device_type: str) -> None:
+    """Refuse so many tokens at a time that the logits of one loop, about what any model holds of them, do not fit."""
+    room, needed = memory_bytes(device_type), 4 * tokens * vocab_size
+    if room is not None and needed > MOST_OF_MEMORY * room:
+        raise ConfigError.of(
+            "batch",
+            batch,
+            f"the logits of {tokens:,} tokens at a time take {needed / 2**30:,.0f} GB, and this {device_type} device "
+            f"has {room / 2**30:,.0f} GB; take fewer sequences",
+        )
 
 
 def activation_bytes(config: Config, kernels: Kernels, batch: MicroBatch, model: LoopedLM) -> tuple[int, int]:

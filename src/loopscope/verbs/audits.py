@@ -15,7 +15,7 @@ from loopscope.auditing.audit import audit as audit_model
 from loopscope.auditing.drift import affordable
 from loopscope.auditing.result import AuditResult
 from loopscope.auditing.survey import AuditOptions
-from loopscope.auditing.trial import Recipe
+from loopscope.auditing.trial import Recipe, pairs_of
 from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.auditing.visibility import Field
 from loopscope.config import ModelConfig
@@ -133,6 +133,7 @@ def _untrained_scale(opened: Opened, texts: Sequence[Batch]) -> float:
         if opened.config is None or not isinstance(opened.config.model, ModelConfig) or not affordable(model):
             return 1.0
         model = build(opened.config.model, seed=opened.config.training.seed)
+    pairs_of(texts[:1])  # refuses what is no batch of ids
     first = texts[0][0] if isinstance(texts[0], (tuple, list)) else texts[0]
     with borrowed(network_of(model)), torch.no_grad():
         states = run_loops(model, first[:1]).states[1:]

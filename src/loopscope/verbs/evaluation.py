@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from loopscope.auditing.activity import loop_activity
 from loopscope.config import MOST_LOOPS
 from loopscope.data.packing import PackedTokens
 from loopscope.data.stream import covered_bytes, evaluation_batches
-from loopscope.errors import ConfigError
+from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.files import read_as
-from loopscope.protocol import LoopedModel, run_loops
+from loopscope.inference.policy_costs import policy_costs
+from loopscope.inference.speed import Way, time_depths
+from loopscope.objectives.cross_entropy import IGNORE_INDEX
+from loopscope.protocol import Cached, LoopedModel, run_loops
 from loopscope.runs import write_json
-from loopscope.scores import Evaluation, Split
+from loopscope.scores import Beyond, CacheTable, Evaluation, Split, Timing, beyond
 from loopscope.targets import Batch, Opened, open_target
+from loopscope.training.plan import check_logits
 from loopscope.training.scores import evaluate_depths, score_batch
 from loopscope.training.session import set_up
-from loopscope.verbs.text import Say, tokens_for, with_tokenizer
+from loopscope.verbs.text import Say, other_text_of, tokens_for, with_tokenizer
 
 BATCH = 16
 """Sequences evaluated at a time."""
 OnProgress = Callable[[str, float], None]
 TIMED_ROUNDS = 7
 """Batches per depth whose median time gives the throughput."""
+WINDOWS = 64
+"""Windows of text on which cache policies are compared."""
+TIMED_TOKENS = 32
+"""Tokens that are decoded in each round of timing."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +53,43 @@ class EvaluationResult:
     """Of all depths up to the deepest of those."""
     text: str
     """What was read: "valid" for the target's validation split, else the sources that were named."""
+    speed: list[Timing] = field(default_factory=list)
+    """Of prefill and decoding at the depths that were asked for, where speed was."""
+    cache: CacheTable | None = None
+    """What cache policies cost, where that was asked for."""
 
-    def keep(self) -> Path | None:
-        """Leave the scores in the eval.json of the run, beside those of other texts and depths; where, or None.
+    @property
+    def beyond(self) -> Beyond | None:
+        """The verdict on depths beyond the trained one, where such were measured."""
+        return beyond(self.measured, self.opened.model.num_loops)
+
+    def keep(self) -> Path:
+        """Leave the scores in the eval.json of the run, beside those of other texts and depths, and say where.
 
         Only what a run folder stands at is kept there, and the eval.json of a grid's row is the grid's own. Reports
-        compare runs by the first text in it, so it begins with validation text, down to the trained depth.
+        compare runs by the first text in it, so it begins with validation text, down to the trained depth. Why nothing
+        is kept is a RunError.
         """
         run, tokenizer = self.opened.run, self.opened.tokenizer
-        if run is None or tokenizer is None or not self.opened.is_newest or (run.path / "row.json").exists():
-            return None
+        if run is None or tokenizer is None or not self.opened.is_newest:
+            raise RunError(f"{self.opened.name} is not what a run folder stands at")
+        if (run.path / "row.json").exists():
+            raise RunError(f"{run.path} is a row of a grid, which has measured it")
         path = run.path / "eval.json"
         before = read_as(path, Evaluation.from_json, {})
-        splits = before.splits if before is not None and before.step == self.opened.step else {}
+        before = before if before is not None and before.step == self.opened.step else None
+        splits = {} if before is None else before.splits
         splits = {**splits, self.text: self.measured.joined(splits.get(self.text))}
         if "valid" not in splits or splits["valid"].at(self.opened.model.num_loops) is None:
-            return None
+            raise RunError(f"it begins with validation text down to the trained depth: loopscope eval {run.path}")
         evaluation = Evaluation(
             step=self.opened.step,
             tokenizer=tokenizer.kind,
             num_loops=self.opened.model.num_loops,
             splits=splits,
+            throughput={} if before is None else before.throughput,
+            speed=self.speed or ([] if before is None else before.speed),
+            cache=self.cache or (None if before is None else before.cache),
             threads=torch.get_num_threads(),
             device=set_up().device,
         )
@@ -71,13 +97,16 @@ class EvaluationResult:
         return path
 
     def to_json(self) -> dict[str, Any]:
-        """Target, step, tokenizer, tokens and bytes of the text, and a row for every depth."""
-        tokenizer = self.opened.tokenizer
+        """Target, step, tokenizer, tokens and bytes of the text, a row for every depth, and what else was asked for."""
+        tokenizer, verdict = self.opened.tokenizer, self.beyond
         return {
             "target": self.opened.name,
             "step": self.opened.step,
             "tokenizer": None if tokenizer is None else tokenizer.kind,
             **self.scores.to_json(),
+            "beyond": None if verdict is None else {**vars(verdict), "sentence": verdict.sentence},
+            "speed": [vars(each) for each in self.speed],
+            "cache": None if self.cache is None else self.cache.to_json(),
         }
 
 
@@ -90,26 +119,49 @@ def evaluate(
     batch: int = BATCH,
     length: int | None = None,
     max_tokens: int | None = None,
+    speed: bool = False,
+    ways: Mapping[str, Way] | None = None,
+    cache_policies: bool = False,
     say: Say = lambda text: None,
     progress: OnProgress = lambda what, share: None,
 ) -> EvaluationResult:
     """Scores after each of `depths` loops (by default 1 to the trained depth) on `data` or the target's own text.
 
-    `progress` is called after each batch with what is going on and the share of the tokens that is done.
+    With `speed` the depths are timed as well, and so are other `ways` to decode, by the name of what they add to plain
+    decoding. With `cache_policies` the text is decoded under each of them. `progress` is called after each batch with
+    what is going on and the share of it that is done.
     """
     opened = with_tokenizer(open_target(target), tokenizer)
     depths = list(range(1, opened.model.num_loops + 1)) if depths is None else list(depths)
     if not depths or min(depths) < 1 or max(depths) > MOST_LOOPS:
         raise ConfigError.of("depths", depths, f"depths count loops, from 1 up to {MOST_LOOPS:,}")
     length = _checked_length(opened, length)
+    text = "valid" if data is None else ", ".join(data)
+    cached = Cached.needed(opened.model, "comparing cache policies") if cache_policies else None
     if data is None and opened.tokenizer is None and opened.batches is not None:
         scores = _depth_scores(opened.model, _pairs(opened.batches), max(depths))
+        pairs = _pairs(opened.batches)
     else:
         tokens = tokens_for(opened, data, say)
+        if data is None and other_text_of(opened, tokens) is not None:
+            text = f"{tokens.manifest['corpus']}, changed since training"
+        at_once = min(batch * length, max_tokens or len(tokens), len(tokens))
+        check_logits(at_once, opened.vocab_size, batch=batch, device_type=set_up().device)
         scores = score_tokens(
             opened.model, tokens, max(depths), length, batch=batch, max_tokens=max_tokens, progress=progress
         )
-    return EvaluationResult(opened, scores.of(depths), scores, "valid" if data is None else ", ".join(data))
+        pairs = evaluation_batches(tokens, length, batch, max_tokens)
+    timings, table = [], None
+    if speed or cached is not None:
+        ids_WT, targets_WT = _windows(pairs)
+        if speed:
+            prompt = ids_WT[0, : ids_WT.shape[1] // 2].tolist()
+            room = len(prompt) if opened.max_length is None else opened.max_length - len(prompt)
+            count = max(2, min(TIMED_TOKENS, room))
+            timings = time_depths(opened.model, prompt, depths, tokens=count, ways=ways, progress=progress)
+        if cached is not None:
+            table = _cache_table(opened.model, cached, ids_WT, targets_WT, batch, progress)
+    return EvaluationResult(opened, scores.of(depths), scores, text, timings, table)
 
 
 def score_tokens(
@@ -162,6 +214,51 @@ def _depth_scores(model: LoopedModel, batches: Iterable[tuple[Tensor, Tensor]], 
 
     with torch.no_grad():
         return evaluate_depths(score, batches, num_loops)
+
+
+def _windows(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The first windows of a text that are full, ids_WT and targets_WT, all of one length."""
+    ids: list[Tensor] = []
+    targets: list[Tensor] = []
+    for ids_BT, targets_BT in pairs:
+        full_B = (targets_BT != IGNORE_INDEX).all(1)
+        if ids and ids_BT.shape[1] != ids[0].shape[1]:
+            break
+        ids.append(ids_BT[full_B])
+        targets.append(targets_BT[full_B])
+        if sum(map(len, ids)) >= WINDOWS:
+            break
+    if not sum(map(len, ids)) or ids[0].shape[1] < 4:
+        raise DataError("the text has no whole window to decode, of at least 4 tokens; name more text, or --length")
+    return torch.cat(ids)[:WINDOWS], torch.cat(targets)[:WINDOWS]
+
+
+def _cache_table(
+    model: LoopedModel, cached: Cached, ids_WT: Tensor, targets_WT: Tensor, batch: int, progress: OnProgress
+) -> CacheTable:
+    """What each cache policy costs at the trained depth, and how the loop moves there."""
+    num_loops = model.num_loops
+    with torch.no_grad():
+        states = run_loops(model, ids_WT[:batch].to(set_up().device)).states
+    moves = [loop_activity(k, states[k].h_BTD, states[k + 1].h_BTD) for k in range(1, num_loops)]
+    last = loop_activity(num_loops, states[-1].h_BTD, None)
+    updates = [math.hypot(move.radial_update or 0.0, move.tangential_update or 0.0) for move in moves]
+    turns = [move.angular_step or 0.0 for move in moves]
+    costs = policy_costs(cached, ids_WT, targets_WT, num_loops, batch=batch, progress=progress)
+    return CacheTable(
+        num_loops=num_loops,
+        windows=len(ids_WT),
+        tokens=ids_WT[:, ids_WT.shape[1] // 2 :].numel(),
+        policies=list(costs),
+        update_ratio=_ratio(updates),
+        turning_ratio=_ratio(turns),
+        scale_ratio=_ratio([each.scale for each in (*moves[:1], last)]),
+    )
+
+
+def _ratio(values: Sequence[float]) -> float | None:
+    """The last over the first; None where that says nothing."""
+    return values[-1] / values[0] if len(values) > 1 and values[0] > 0 else None
 
 
 def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from loopscope.auditing.clamp import clamped
 from loopscope.auditing.result import AuditResult
 from loopscope.auditing.survey import AuditOptions
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
-from loopscope.errors import ConfigError, RunError
+from loopscope.errors import ConfigError, NotFiniteError, RunError
 from loopscope.files import without_nan
 from loopscope.runs import write_json
 from loopscope.scores import Split
@@ -189,7 +189,7 @@ def remedy(
         for score in scores.depths:  # an audit of such a model would look for the fault in its derivatives
             if not all(number is not None and math.isfinite(number) for number in (score.ce, score.norm)):
                 seen = f"cross-entropy {score.ce} and norm {score.norm} at loop {score.k}"
-                raise RunError(f"{what.name} has {seen}, so there is nothing to compare: {if_not_finite}")
+                raise NotFiniteError(f"{what.name} has {seen}, so there is nothing to compare: {if_not_finite}")
         return Measured(audit(what, options=options, progress=progress, say=say), scores)
 
     say(f"auditing {opened.name}")
@@ -201,7 +201,8 @@ def remedy(
     else:
         result = train(fixed, place, init_from=opened, say=say, watching=watching)
         if result.outcome == "interrupted":
-            raise RunError(f"fine-tuning was interrupted at step {result.step}; run the same command to resume it")
+            say(f"fine-tuning was interrupted at step {result.step}; the same command goes on from there")
+            raise KeyboardInterrupt  # as of any verb: exit code 130
         if result.outcome == "stopped":
             raise RunError(
                 f"fine-tuning was stopped at step {result.step} ({result.event}); try a smaller --lr than "

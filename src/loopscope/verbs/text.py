@@ -11,6 +11,7 @@ from loopscope.data.preparation import evaluation_tokens, pack_split
 from loopscope.data.tokenizers import fit_tokenizer
 from loopscope.errors import ConfigError
 from loopscope.targets import Opened
+from loopscope.training.session import read_data_record
 
 Say = Callable[[str], None]
 
@@ -35,4 +36,19 @@ def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Spli
         )
     if data is not None:
         return evaluation_tokens(tuple(data), opened.data.text_field, opened.tokenizer, say)
-    return pack_split(open_corpus(opened.data), split, opened.tokenizer, say)
+    tokens = pack_split(open_corpus(opened.data), split, opened.tokenizer, say)
+    if (before := other_text_of(opened, tokens)) is not None:
+        say(
+            f"{opened.name} was trained on text of SHA-256 {before}, and {tokens.manifest['corpus']} now has "
+            f"{tokens.manifest['corpus_sha256']}: what follows is about the new text, parts of which it may have seen"
+        )
+    return tokens
+
+
+def other_text_of(opened: Opened, tokens: PackedTokens) -> str | None:
+    """The hash of the text a run was trained on, where its sources now hold another; None where they do not."""
+    if opened.run is None or opened.config is None or opened.data != opened.run.config().data:
+        return None
+    record = read_data_record(opened.run.path)
+    before = "" if record is None else record.corpus_sha256
+    return before if before and before != tokens.manifest["corpus_sha256"] else None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from loopscope.config import Config, ModelConfig, TargetConfig
 from loopscope.data.preparation import Prepared, prepare
 from loopscope.data.stream import TrainingStream, evaluation_batches
+from loopscope.data.tokenizers import MANIFEST_FILE
 from loopscope.errors import ConfigError, ProtocolError, RunError
 from loopscope.files import NULL, NUMBER, Form, first_misfit
 from loopscope.model.looped_lm import GatedLoopedLM, LoopedLM, build
@@ -27,7 +28,7 @@ from loopscope.runs import RunFolder
 from loopscope.targets import Opened, open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, join
-from loopscope.training.plan import check_memory
+from loopscope.training.plan import check_logits, check_memory
 from loopscope.training.session import Setup, check_resume, continue_data, find_checkpoint, manifest, set_up
 from loopscope.training.trackers import make_trackers
 from loopscope.training.trainer import Outcome, Trainer
@@ -86,6 +87,8 @@ def train(
     with join(setup.device) as ranks:
         if ranks.is_first:
             with run.locked():
+                if not run.config_path.exists():  # its tokenizer is of an attempt that came to nothing
+                    (run.path / "tokenizer" / MANIFEST_FILE).unlink(missing_ok=True)
                 return train_in(run, config, setup, ranks, say=say, watching=watching, **options)
         return train_in(run, config, setup, ranks, **options)
 
@@ -105,6 +108,9 @@ def train_in(
     """`train` for whoever holds the run folder's lock and has joined the ranks."""
     if isinstance(config.model, ModelConfig):
         check_memory(config, devices=ranks.world_size, device_type=setup.device)
+    else:
+        tokens = config.training.batch // config.training.accumulate // ranks.world_size * config.sequence_length
+        check_logits(tokens, config.model.vocab_size, batch=config.training.batch, device_type=setup.device)
     if ranks.is_first and run.config_path.exists():
         check_resume(run, config)
     found = find_checkpoint(run, resume, say)
@@ -191,7 +197,7 @@ def _inherit_tokenizer(config: Config, folder: Path, source: Opened, say: Say) -
     from there anyway.
     """
     tokenizer = source.tokenizer
-    if tokenizer is None or folder.exists():
+    if tokenizer is None or (folder / MANIFEST_FILE).exists():
         return
     if source.run is None or tokenizer.kind == config.data.tokenizer:
         tokenizer.save(folder)

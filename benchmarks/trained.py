@@ -1,0 +1,51 @@
+"""Small trained models for the benchmarks of decoding, made once by one command and kept.
+
+    python benchmarks/trained.py            trains whatever is missing, in loopscope's cache folder; Ctrl-C and resume
+
+Per-loop cross-entropy through an RMSNorm readout, with and without a norm penalty: scale-controlled and not. The text
+is the built-in corpus; prompts of the benchmarks come from its validation split.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+import loopscope as ls
+from loopscope.data.packing import PackedTokens
+from loopscope.machine import cache_folder
+from loopscope.targets import Opened, open_target
+from loopscope.verbs.text import tokens_for
+
+STEPS = {"nano": 600, "micro": 300}
+PENALTY = {"controlled": 0.01, "rmsnorm": 0.0}
+
+
+def trained(size: str, kind: str, num_loops: int = 4) -> Opened:
+    """The model of this size: `controlled` (norm penalty 0.01) or plain `rmsnorm`; trained now if it is not there."""
+    design = ls.preset(size)
+    assert isinstance(design.model, ls.ModelConfig)
+    config = replace(
+        design,
+        model=replace(design.model, num_loops=num_loops),
+        objective=replace(design.objective, norm_penalty=PENALTY[kind]),
+        training=replace(design.training, steps=STEPS[size], threads=torch.get_num_threads()),
+    )
+    out = cache_folder() / "benchmarks" / f"{size}-{kind}-k{num_loops}"
+    result = ls.train(config, out, say=lambda text: print(text, file=sys.stderr))
+    assert result.outcome == "finished", f"{out} ended with {result.outcome}"
+    return open_target(out)
+
+
+def held_out(opened: Opened) -> PackedTokens:
+    """The validation text of a trained model, in its tokens."""
+    return tokens_for(opened, None, lambda text: None)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for size in STEPS:
+        for kind in PENALTY:
+            print(f"{size} {kind}: {trained(size, kind).name}")

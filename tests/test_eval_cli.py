@@ -1,0 +1,114 @@
+"""`loopscope eval` beyond the scores: verdict on depth, speed, and cache policies, as a user sees them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import loopscope as ls
+from loopscope.cli import main
+from loopscope.readings import read_run
+
+DOCS = (Path(__file__).parent.parent / "docs" / "json.md").read_text(encoding="utf-8")
+DESIGN = """
+model: {vocab_size: 256, width: 32, num_layers: 1, num_heads: 2, num_loops: 3, max_length: 32}
+data: {tokenizer: bytes}
+"""
+TINY = [
+    *("--preset", "demo", "--vocab-size", "256", "--tokenizer", "bytes", "--width", "16", "--num-layers", "1"),
+    *("--num-heads", "2", "--num-loops", "3", "--max-length", "16", "--batch", "4", "--steps", "2"),
+]
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("LOOPSCOPE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {n} of a text about rivers and {n * n} stones\n" for n in range(200)))
+    return path
+
+
+@pytest.fixture
+def evaluate(tmp_path, text, capsys):
+    """Run `loopscope eval` on a small design; gives exit code, stdout, stderr."""
+    (tmp_path / "design.yaml").write_text(DESIGN)
+
+    def run(*flags: str) -> tuple[int, str, str]:
+        named = ("--tokenizer", "bytes", "--data", str(text), "--max-tokens", "640")
+        code = main(["eval", str(tmp_path / "design.yaml"), *named, *flags])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+def keys(value):
+    if isinstance(value, dict):
+        return set(value).union(*map(keys, value.values()))
+    return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+
+def test_json_has_every_part_that_was_asked_for_and_every_field_is_documented(evaluate):
+    code, out, _ = evaluate("--depths", "1..5", "--speed", "--cache-policies", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert [each["k"] for each in document["speed"]] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert {each["what"] for each in document["speed"]} == {"prefill", "decode"}
+    assert document["cache"]["num_loops"] == 3 and document["cache"]["tokens"] == 20 * 16
+    assert document["beyond"]["trained"] == 3 and document["beyond"]["deepest"] == 5
+    section = DOCS.split("`loopscope eval --json`")[1].split("\n## ")[0]
+    assert [key for key in keys(document) if f"`{key}`" not in section] == []
+
+
+def test_the_table_has_speed_and_bytes_and_the_verdict_stands_under_it(evaluate):
+    code, out, _ = evaluate("--depths", "2,3,5", "--speed")
+    assert code == 0
+    assert "Beyond the trained 3 loops: " in out
+    assert re.search(r"decode\s", out) and "cache" in out and f"{5 * 2 * 32 * 4:,}" in out
+    chart = out.split("loops  decoding, tokens/s")[1].splitlines()[1:]
+    assert [line.split()[0] for line in chart] == ["2", "3", "5"]
+    assert all("█" in line or "▏" in line for line in chart)
+
+
+def test_without_a_deeper_depth_there_is_no_verdict_on_it(evaluate):
+    _, out, _ = evaluate("--json")
+    document = json.loads(out)
+    assert (document["beyond"], document["speed"], document["cache"]) == (None, [], None)
+    assert "Beyond" not in evaluate()[1]
+
+
+def test_the_cache_table_has_a_row_for_every_policy_and_a_sentence(evaluate):
+    _, out, _ = evaluate("--cache-policies")
+    for policy in ("exact", "last-loop", "first-loop", "ring-2"):
+        assert re.search(rf"│ {policy} ", out)
+    assert "cache policies at 3 loops: 20 windows, 320 decoded tokens" in out
+    assert re.search(r"(Safe at 0\.01 nats|No policy is safe)", out) and "s_K/s_1" in out
+
+
+def test_cache_policies_of_a_model_without_a_cache_are_refused_before_anything_runs():
+    theirs = ls.adapt(
+        embed=lambda ids: ids[..., None].float(), loop=lambda h, k: h, readout=lambda h, k: h, num_loops=2
+    )
+    opened = ls.Opened(name="theirs", model=theirs, vocab_size=2, batches=[])
+    with pytest.raises(ls.LoopscopeError, match="comparing cache policies needs a key-value cache"):
+        ls.evaluate(opened, cache_policies=True)
+
+
+def test_a_text_without_a_whole_window_is_one_sentence(evaluate):
+    code, _, err = evaluate("--max-tokens", "20", "--cache-policies")
+    assert code == 2 and "no whole window" in err
+
+
+def test_what_was_measured_stays_in_the_run_also_when_less_is_asked_for_later(tmp_path, text, capsys):
+    run = tmp_path / "run"
+    assert main(["train", *TINY, "--data", str(text), "--out", str(run)]) == 0
+    assert main(["eval", str(run), "--depths", "1..4", "--speed", "--cache-policies", "--max-tokens", "160"]) == 0
+    assert main(["eval", str(run), "--max-tokens", "160"]) == 0
+    read = read_run(run, "run")
+    assert not read.problems
+    assert {each.k for each in read.evaluation.speed} == {1, 2, 3, 4}
+    assert read.evaluation.cache.policies[0].policy == "exact"
+    assert read.evaluation.cache.summary in capsys.readouterr().out
