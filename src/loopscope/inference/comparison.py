@@ -98,7 +98,7 @@ class Tolerance:
         value = ROUNDINGS * max(layers, 1) ** 0.5 * min(max(eps, grown), MOST_GROWTH * eps)
         why = (
             f"8·√layers·r over {layers} layers run, where r is one rounding as it arrives at the output: eps = "
-            f"{eps:.1g} (of float32 or coarser, since parts may stay in float32), or {grown:.1g}, which one grew to here"
+            f"{eps:.1g} (of float32 or coarser: parts may stay in it), or {grown:.1g}, which one grew to here"
         )
         return cls(value, why)
 
