@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -78,3 +80,19 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Gains around 1; matrices that keep the size of what they multiply."""
     noise = torch.randn(shape, generator=generator)
     return 1 + 0.3 * noise if len(shape) == 1 else noise / shape[-1] ** 0.5
+
+
+def save_hrm(folder: Path, **changes: Any) -> tuple[Path, Any]:
+    """A small hrm_text folder as transformers writes it, and the network of transformers that it holds."""
+    transformers = pytest.importorskip("transformers", minversion="5.17")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "head_dim": 8, "max_position_embeddings": 96}
+    config = transformers.HrmTextConfig(
+        **{**sizes, **heads, "H_cycles": 3, "L_cycles": 2, "initializer_range": 0.25, **changes}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = transformers.HrmTextForCausalLM(config).eval()
+        torch.nn.init.normal_(network.model.z_L_init)
+    network.save_pretrained(folder)
+    return folder, network

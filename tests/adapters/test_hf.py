@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
-import shutil
 import socket
 import sys
 
 import pytest
 import torch
-from checkpoints import OURO, VOCABULARY, ouro_tensors, save_folder, save_sharded
+from checkpoints import OURO, ouro_tensors, save_folder, save_hrm, save_sharded
 from safetensors.torch import load_file, save_file
 
 from loopscope.adapters.foreign import Weights
@@ -20,8 +18,7 @@ from loopscope.cli import main
 from loopscope.data import corpora
 from loopscope.data.corpora import Corpus
 from loopscope.data.tokenizers import bytes_tokenizer
-from loopscope.errors import LoopscopeError, RunError, UnsupportedError
-from loopscope.inference.cache import KVCache
+from loopscope.errors import LoopscopeError, RunError
 from loopscope.protocol import run_loops
 from loopscope.targets import open_target
 from loopscope.verbs.audits import text_for
@@ -45,21 +42,9 @@ def ouro(tmp_path):
     return save_folder(tmp_path / "their-ouro", OURO, ouro_tensors(OURO))
 
 
-@pytest.fixture(scope="module")
-def hrm(tmp_path_factory):
-    """A folder that transformers wrote, and its network."""
-    transformers = pytest.importorskip("transformers", minversion="5.17")
-    config = transformers.HrmTextConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        head_dim=8, max_position_embeddings=96, H_cycles=3, L_cycles=2, initializer_range=0.25,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = transformers.HrmTextForCausalLM(config).eval()
-        torch.nn.init.normal_(network.model.z_L_init)
-    folder = tmp_path_factory.mktemp("hrm") / "their-hrm"
-    network.save_pretrained(folder)
-    return folder, network
+@pytest.fixture
+def hrm(tmp_path):
+    return save_hrm(tmp_path / "their-hrm")[0]
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------
@@ -215,86 +200,16 @@ def test_a_tokenizer_of_another_model_is_refused(audit, tmp_path):
     assert code == 2 and "has 256 tokens, and the model beside it only 100" in err
 
 
-def test_code_in_the_folder_is_not_run_and_nothing_is_fetched(ouro, hrm, tmp_path, monkeypatch):
+def test_code_in_the_folder_is_not_run_and_nothing_is_fetched(ouro, hrm, monkeypatch):
     def refused(*_, **__):
         raise AssertionError("the network was used")
 
     monkeypatch.setattr(socket.socket, "connect", refused)
     monkeypatch.setattr(socket, "getaddrinfo", refused)
-    for folder in (ouro, shutil.copytree(hrm[0], tmp_path / "hrm")):
+    for folder in (ouro, hrm):
         (folder / "modeling_ouro.py").write_text("raise SystemExit('their code was run')")
         config = json.loads((folder / "config.json").read_text())
         config["auto_map"] = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_ouro.OuroForCausalLM")
         (folder / "config.json").write_text(json.dumps(config))
         assert run_loops(open_folder(folder).model, torch.arange(4)[None]).num_loops > 1
     assert not any("modeling_ouro" in name for name in sys.modules)
-
-
-# --- hrm_text --------------------------------------------------------------------------------------------------------
-
-
-def test_hrm_text_has_the_logits_of_transformers(hrm):
-    folder, network = hrm
-    model = open_folder(folder).model
-    ids_BT = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits_BTV = model.readout(run_loops(model, ids_BT).states[-1], 3)
-        expected_BTV = network(ids_BT).logits
-    torch.testing.assert_close(logits_BTV, expected_BTV, atol=1e-5, rtol=1e-5)
-    assert expected_BTV.std() > 0.1
-
-
-@pytest.mark.parametrize("pieces", [[8, 1], [3, 4, 2]])
-def test_hrm_text_with_a_cache_is_the_same_model(hrm, pieces):
-    model = open_folder(hrm[0]).model
-    ids_BT = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    cache = KVCache(2)
-    with torch.no_grad():
-        whole = run_loops(model, ids_BT)
-        split = ids_BT.split(pieces, dim=1)
-        parts = [run_loops(model, piece_BT, cache=cache.append(piece_BT.shape[1])) for piece_BT in split]
-    for k in (1, 3):
-        h_BTD = torch.cat([part.states[k].h_BTD for part in parts], dim=1)
-        torch.testing.assert_close(h_BTD, whole.states[k].h_BTD, atol=1e-5, rtol=1e-5)
-
-
-def test_hrm_text_passes_on_the_derivative_that_its_training_leaves_out(hrm):
-    model, network = open_folder(hrm[0]).model, copy.deepcopy(hrm[1])
-    state = model.embed(torch.arange(4)[None])
-    low = state.carried["z_L"] = state.carried["z_L"].clone().requires_grad_()
-    model.loop(state, 1).h_BTD.sum().backward()
-    assert low.grad is not None and low.grad.abs().sum() > 0
-    network.model.z_L_init.requires_grad_()
-    network(torch.arange(4)[None]).logits.sum().backward()
-    assert network.model.z_L_init.grad is None, "transformers runs the first cycle under no_grad, also in evaluation"
-
-
-def test_hrm_text_is_controlled_and_says_what_training_did_not_see(audit, hrm):
-    code, out, _ = audit(hrm[0], "--json")
-    result = json.loads(out)
-    assert (code, result["verdict"], result["model"]["supervised"]) == (0, "controlled", [3])
-    assert next(one for one in result["variables"] if one["name"] == "scale")["verdict"] == "removed"
-    assert any("back-propagates through the last 1, 1, 2" in note for note in result["checks"]["notes"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"L_cycles": None}, "L_cycles is missing"),
-        ({"H_cycles": 0}, "H_cycles = 0"),
-        ({"hidden_act": "no such function"}, "no model that transformers can build"),
-        ({"intermediate_size": 32}, r"has the shape \(48, 16\); config.json asks for \(64, 16\)"),
-        ({"num_layers_per_stack": 2}, "lacks the tensor model.H_module.layers.1"),
-    ],
-)
-def test_an_hrm_text_configuration_that_does_not_fit_is_named(hrm, tmp_path, changes, sentence):
-    config = json.loads((hrm[0] / "config.json").read_text())
-    folder = save_folder(tmp_path, {**config, **changes}, load_file(hrm[0] / "model.safetensors"))
-    with pytest.raises(LoopscopeError, match=sentence):
-        open_folder(folder)
-
-
-def test_hrm_text_without_transformers_says_what_to_install(hrm, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'loopscope\[hf\]'"):
-        open_folder(hrm[0])

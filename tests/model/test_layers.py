@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from loopscope.model.layers import FeedForward, Layer
+from loopscope.model.layers import Attention, FeedForward, Layer, rotation
 
 SLOT = ("core", 0, 0)
 
@@ -92,3 +92,19 @@ def test_dropout_zeroes_its_share_of_each_residual_branch_and_scales_up_the_rest
     zeroed_BTD = dropped_BTD == 0
     assert zeroed_BTD.double().mean().item() == pytest.approx(0.25, abs=0.03)
     torch.testing.assert_close(dropped_BTD[~zeroed_BTD], whole_BTD[~zeroed_BTD] / 0.75)
+
+
+def test_the_gate_multiplies_every_channel_of_the_heads_by_a_sigmoid_of_the_input(tiny):
+    """Its rows come first in the fused projection; with all of them 0 every head is halved."""
+    gated = Attention(replace(tiny, attention_gate=True, positions="rope", num_kv_heads=2)).double().eval()
+    plain = Attention(replace(tiny, positions="rope", num_kv_heads=2)).double().eval()
+    gate_DD, rest = gated.qkv.weight.data.split([tiny.width, plain.qkv.out_features])
+    plain.qkv.weight.data.copy_(rest)
+    plain.out.weight.data.copy_(torch.eye(tiny.width))
+    x_BTD = torch.randn(2, 5, tiny.width, dtype=torch.float64)
+    rotary = rotation(torch.arange(5).expand(2, 5), tiny.width // tiny.num_heads, 1e4)
+    heads_BTD = plain(x_BTD, None, rotary, None, SLOT)
+    expected_BTD = (heads_BTD / (1 + torch.exp(-x_BTD @ gate_DD.T))) @ gated.out.weight.T
+    torch.testing.assert_close(gated(x_BTD, None, rotary, None, SLOT), expected_BTD)
+    gate_DD.zero_()
+    torch.testing.assert_close(gated(x_BTD, None, rotary, None, SLOT), (heads_BTD / 2) @ gated.out.weight.T)

@@ -20,6 +20,7 @@ from loopscope.protocol import run_loops
 DESIGNS = {
     "paper": {},
     "rope, grouped heads, qk-norm": {"positions": "rope", "num_kv_heads": 2, "qk_norm": True},
+    "gated attention": {"attention_gate": True, "positions": "rope", "num_kv_heads": 2},
     "huginn-like": {
         "norm_placement": "sum",
         "injection": "concat",
@@ -263,6 +264,7 @@ FIELD_CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "coda_layers": (1, {}),
     "num_heads": (8, {}),
     "qk_norm": (True, {}),
+    "attention_gate": (True, {}),
     "mlp": ("gelu", {"mlp": "relu2"}),
     "positions": ("rope", {}),
     "rope_base": (100.0, {"positions": "rope"}),

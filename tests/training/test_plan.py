@@ -130,6 +130,9 @@ VARIANTS = [
     ({"positions": "rope"}, {}),
     ({"num_kv_heads": 1}, {}),
     ({"positions": "rope", "qk_norm": True, "num_kv_heads": 2}, {}),
+    ({"attention_gate": True}, {}),
+    ({"attention_gate": True, "positions": "rope", "num_kv_heads": 2}, {}),
+    ({"attention_gate": True, "norm_placement": "normformer", "dropout": 0.1}, {}),
     ({"injection": "add", "state_init": "zeros", "spectral_damping": True}, {}),
     ({"injection": "concat"}, {}),
     ({"injection": "gated"}, {}),
@@ -161,6 +164,7 @@ def test_activations_of_every_design_are_predicted_from_shapes(model, objective)
 AUTOCAST: list[dict[str, object]] = [
     {"dropout": 0.1},
     {"positions": "rope", "qk_norm": True},
+    {"attention_gate": True, "positions": "rope"},
     {"injection": "gated"},
     {"norm_placement": "normformer"},
     {"norm_placement": "normformer", "mlp": "gelu", "positions": "rope"},

@@ -1,4 +1,4 @@
-"""Other people's checkpoints through every verb: an Ouro folder as our own design, an hrm_text folder as theirs."""
+"""Other people's checkpoints through every verb: an Ouro folder as our own design, an hrm_text folder as a target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import OURO, VOCABULARY, ouro_tensors, save_folder
+from checkpoints import OURO, ouro_tensors, save_folder, save_hrm
 
 import loopscope as ls
 from loopscope.adapters.foreign import Weights
@@ -35,18 +35,9 @@ def ouro(tmp_path) -> Path:
 
 @pytest.fixture
 def hrm(tmp_path) -> Path:
-    transformers = pytest.importorskip("transformers", minversion="5.17")
-    config = transformers.HrmTextConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        head_dim=8, max_position_embeddings=96, H_cycles=3, L_cycles=2, initializer_range=0.25,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = transformers.HrmTextForCausalLM(config).eval()
-        torch.nn.init.normal_(network.model.z_L_init)
-    network.save_pretrained(tmp_path / "their-hrm")
-    (tmp_path / "their-hrm/tokenizer.json").write_text(bytes_tokenizer().definition)
-    return tmp_path / "their-hrm"
+    folder, _ = save_hrm(tmp_path / "their-hrm")
+    (folder / "tokenizer.json").write_text(bytes_tokenizer().definition)
+    return folder
 
 
 @pytest.fixture(params=["ouro", "hrm"])

@@ -26,6 +26,8 @@ INDEX_FILE = "model.safetensors.index.json"
 MOST_CONFIG_BYTES = 64 << 20
 """Largest config.json or index that is read; the index of a model of 600 billion parameters has 9 MB."""
 Shape = tuple[int, ...]
+Layout = dict[str, dict[str, Shape]]
+"""Our tensor → their tensors, with shapes, whose rows stacked in this order make it."""
 
 
 class FieldError(ConfigError):
@@ -86,6 +88,33 @@ class Fields:
         if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in found):
             raise FieldError(f"{self.path}: {name} = {value!r} is not a token's id, nor a list of them")
         return tuple(found)
+
+    def rope_base(self) -> float:
+        """rope_theta, which newer configurations keep among the rope_parameters."""
+        parameters = self.get("rope_parameters")
+        if parameters is None:
+            return self.number("rope_theta")
+        if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
+            raise self.unsupported("rope_parameters", "only rope_type default is")
+        return Fields(self.path, parameters).number("rope_theta")
+
+    def check_plain_transformer(self) -> None:
+        """Refuse what would change the layers into ones that we do not have, by the names that most families share."""
+        if self.get("hidden_act") != "silu":
+            raise self.unsupported("hidden_act", "only silu is")
+        for name in ("attention_bias", "mlp_bias"):
+            if self.flag(name):
+                raise self.unsupported(name, "only false is")
+        for name in ("rope_scaling", "quantization_config"):
+            if self.get(name) is not None:
+                raise self.unsupported(name, "only null is")
+        width, num_heads = self.whole("hidden_size"), self.whole("num_attention_heads")
+        if width % num_heads:
+            raise self.unsupported("num_attention_heads", f"it does not divide hidden_size = {width}")
+        if width // num_heads % 2:
+            raise self.unsupported("num_attention_heads", f"it cuts hidden_size = {width} into odd heads")
+        if self.get("head_dim") is not None and self.whole("head_dim") != width // num_heads:
+            raise self.unsupported("head_dim", f"only hidden_size / num_attention_heads = {width // num_heads} is")
 
     def unsupported(self, name: str, why: str) -> UnsupportedError:
         """The error for a value that may well be right, but that the adapter cannot express."""

@@ -1,7 +1,7 @@
 """A Hugging Face folder (config.json and safetensors), local or of the hub, as a model on the protocol.
 
-Each model type has an adapter that is part of loopscope, or, for hrm_text, of transformers. Code that comes with a
-checkpoint is never fetched or run, and nothing is unpickled.
+Each model type has an adapter that is part of loopscope. Code that comes with a checkpoint is never fetched or run, and
+nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from loopscope.adapters.foreign import FieldError, Fields, Foreign, Shape, Weights
+from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, Weights
 from loopscope.config import Config, ModelConfig
 from loopscope.errors import ConfigError
 from loopscope.model.looped_lm import LoopedLM, build
@@ -23,9 +23,6 @@ from loopscope.presets import preset
 
 DESIGN = "ouro-1.4b"
 """The preset whose design all sizes share."""
-
-Layout = dict[str, dict[str, Shape]]
-"""Our tensor → their tensors, with shapes, whose rows stacked in this order make it."""
 
 
 def load(fields: Fields, weights: Weights, dtype: torch.dtype = torch.float32) -> Foreign:
@@ -52,7 +49,7 @@ def config_of(fields: Fields) -> Config:
             num_kv_heads=fields.whole("num_key_value_heads"),
             mlp_width=fields.whole("intermediate_size"),
             max_length=fields.whole("max_position_embeddings"),
-            rope_base=_rope_base(fields),
+            rope_base=fields.rope_base(),
             norm_eps=fields.number("rms_norm_eps"),
             tie_head=fields.flag("tie_word_embeddings"),
         )
@@ -114,33 +111,12 @@ def _filled(config: ModelConfig, weights: Weights, dtype: torch.dtype) -> Looped
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Everything that would change the forward pass into one that our model does not have."""
-    if fields.get("hidden_act") != "silu":
-        raise fields.unsupported("hidden_act", "only silu is")
-    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if fields.flag(name):
-            raise fields.unsupported(name, "only false is")
-    for name in ("rope_scaling", "quantization_config"):
-        if fields.get(name) is not None:
-            raise fields.unsupported(name, "only null is")
+    fields.check_plain_transformer()
+    if fields.flag("use_sliding_window"):
+        raise fields.unsupported("use_sliding_window", "only false is")
     kinds = fields.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise fields.unsupported("layer_types", "only full_attention is")
-    width, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    if width % num_heads:
-        raise fields.unsupported("num_attention_heads", f"it does not divide hidden_size = {width}")
-    if width // num_heads % 2:
-        raise fields.unsupported("num_attention_heads", f"it cuts hidden_size = {width} into odd heads")
+    num_heads = fields.whole("num_attention_heads")
     if num_heads % fields.whole("num_key_value_heads"):
         raise fields.unsupported("num_key_value_heads", f"it does not divide num_attention_heads = {num_heads}")
-    if fields.get("head_dim") is not None and fields.whole("head_dim") != width // num_heads:
-        raise fields.unsupported("head_dim", f"only hidden_size / num_attention_heads = {width // num_heads} is")
-
-
-def _rope_base(fields: Fields) -> float:
-    """rope_theta, which newer configurations keep among the rope_parameters."""
-    parameters = fields.get("rope_parameters")
-    if parameters is None:
-        return fields.number("rope_theta")
-    if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
-        raise fields.unsupported("rope_parameters", "only rope_type default is")
-    return Fields(fields.path, parameters).number("rope_theta")

@@ -82,7 +82,7 @@ class CachedRunner:
         self.row: list[int] = []
         """Of each sequence."""
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits_V after each prompt; prompts of different lengths go in steps, as long as the shortest that is left.
 
@@ -109,7 +109,7 @@ class CachedRunner:
             self.cache.thin(self.policies.decode, self.num_loops)
         return [logits[number] for number in range(len(prompts))]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, numbers: Sequence[int], ids: Sequence[int]) -> Tensor:
         """Logits_BV after one more token of each of these sequences."""
         return self._run(torch.tensor(ids, device=self.device)[:, None], [self.row[number] for number in numbers])

@@ -170,7 +170,7 @@ class Speculator:
         if plan is not None and plan.kind == "wave":
             MixedDepths.needed(model, "a wave of tokens at different loops")
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode(self, prompt: Sequence[int], number: int = 0) -> Iterator[tuple[Continuation, Token]]:
         """Tokens as full depth confirms them; the same interface as `decoding.decode` has for one prompt."""
         self.limits.check_prompt(prompt)

@@ -25,7 +25,9 @@ _ONE_BACKWARD_ONLY = "a model in training mode supports one backward pass only; 
 
 def worthwhile(module: nn.Module, x: Tensor) -> bool:
     """Training eagerly on a CPU in full precision: where the hand-written gradients pay."""
-    eager = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if not module.training:  # asked first, since decoding asks it in every layer
+        return False
+    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     full_precision = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
     return eager and x.device.type == "cpu" and full_precision
 
@@ -35,7 +37,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not worthwhile(self, x):
-            return super().forward(x)
+            return torch.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         assert self.eps is not None
         return _RMSNorm.apply(x, self.weight, self.eps)
 
@@ -44,14 +46,14 @@ def norm_linear(x: Tensor, norm: nn.Module | None, linear: nn.Module) -> Tensor:
     """linear(norm(x)), without keeping norm(x) where the hand-written gradients run; linear(x) without a norm."""
     if norm is None:
         return linear(x)
-    if isinstance(norm, RMSNorm) and _untouched(norm, linear) and worthwhile(linear, x):
+    if worthwhile(linear, x) and isinstance(norm, RMSNorm) and _untouched(norm, linear):
         return _NormLinear.apply(x, norm.weight, linear.weight, norm.eps)
     return linear(norm(x))
 
 
 def swiglu_linear(hidden: Tensor, linear: nn.Module) -> Tensor:
     """linear(silu(gate)·value) of a hidden layer that holds gate and value side by side."""
-    if _untouched(linear) and worthwhile(linear, hidden):
+    if worthwhile(linear, hidden) and _untouched(linear):
         return _SwiGLULinear.apply(hidden, linear.weight)
     gate, value = hidden.chunk(2, dim=-1)
     return linear(F.silu(gate) * value)

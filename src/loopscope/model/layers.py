@@ -25,7 +25,10 @@ Branch = Literal["attention", "feed_forward"]
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of the rotary angles, per batch row so that rows can be taken apart."""
+    """cos and sin of the rotary angles, per batch row so that rows can be taken apart.
+
+    Both are as wide as a head, each angle there twice; sin is negative for the first of its two channels.
+    """
 
     cos_BTC: Tensor
     sin_BTC: Tensor
@@ -43,27 +46,33 @@ def rotation(positions_BT: Tensor, head_width: int, base: float) -> Rotation:
     """Angles position · base^(−2i/C) for each pair of channels i (first half with second half)."""
     exponent_C = torch.arange(0, head_width, 2, device=positions_BT.device, dtype=torch.float32) / head_width
     angles_BTC = positions_BT[..., None].float() * base**-exponent_C
-    return Rotation(angles_BTC.cos(), angles_BTC.sin())
+    cos_BTC, sin_BTC = angles_BTC.cos(), angles_BTC.sin()
+    return Rotation(torch.cat([cos_BTC, cos_BTC], -1), torch.cat([-sin_BTC, sin_BTC], -1))
 
 
 def rotate(x_BHTC: Tensor, by: Rotation) -> Tensor:
     """Rotate each pair of channels (x_i, x_{i+C/2}) by its angle; scores then depend on distance only."""
     cos_B1TC, sin_B1TC = by.cos_BTC[:, None].to(x_BHTC.dtype), by.sin_BTC[:, None].to(x_BHTC.dtype)
     left, right = x_BHTC.chunk(2, dim=-1)
-    return torch.cat([left * cos_B1TC - right * sin_B1TC, right * cos_B1TC + left * sin_B1TC], dim=-1)
+    return x_BHTC * cos_B1TC + torch.cat([right, left], dim=-1) * sin_B1TC
 
 
 class Attention(nn.Module):
-    """Causal self-attention through SDPA, one fused projection, optional grouped KV heads and qk-norm."""
+    """Causal self-attention through SDPA, one fused projection, optional grouped KV heads, qk-norm and output gate.
+
+    The rows of the projection are those of the gate (if there is one), the queries, the keys and the values.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
         self.head_width = config.width // config.num_heads
-        self.qkv = nn.Linear(config.width, (self.num_heads + 2 * self.kv_heads) * self.head_width, bias=False)
+        gate_heads, qk_heads = self.num_heads if config.attention_gate else 0, self.num_heads + self.kv_heads
+        self.cuts = [gate_heads, gate_heads + qk_heads] if gate_heads else [qk_heads]
+        self.qkv = nn.Linear(config.width, (gate_heads + qk_heads + self.kv_heads) * self.head_width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
-        self.q_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(
         self,
@@ -74,17 +83,25 @@ class Attention(nn.Module):
         slot: Slot,
         inner: nn.Module | None = None,
     ) -> Tensor:
-        """W_O inner(heads(norm(x)))."""
-        qkv_BTHC = norm_linear(x_BTD, norm, self.qkv).unflatten(-1, (-1, self.head_width))
-        q, k, v = (part.transpose(1, 2) for part in qkv_BTHC.split([self.num_heads, self.kv_heads, self.kv_heads], 2))
-        q, k = self.q_norm(q), self.k_norm(k)
+        """W_O inner(heads(norm(x))), or W_O inner(σ(W_G norm(x))∘heads(norm(x)))."""
+        batch, tokens, width = x_BTD.shape
+        heads_BTHC = norm_linear(x_BTD, norm, self.qkv).view(batch, tokens, -1, self.head_width)
+        *gate_BTHC, qk, v = heads_BTHC.tensor_split(self.cuts, 2)
+        qk, v = qk.transpose(1, 2), v.transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.tensor_split([self.num_heads], 1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
         if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            qk = rotate(qk, rotary)
+        q, k = qk.tensor_split([self.num_heads], 1)
         mask = None
         if cache is not None:
             k, v = cache.extend(slot, k, v)
-            mask = cache.mask(x_BTD.shape[1])
-        return norm_linear(causal_attention(q, k, v, mask).transpose(1, 2).flatten(-2), inner, self.out)
+            mask = cache.mask(tokens)
+        attended_BTHC = causal_attention(q, k, v, mask).transpose(1, 2)
+        for gate in gate_BTHC:
+            attended_BTHC = gate.sigmoid() * attended_BTHC
+        return norm_linear(attended_BTHC.reshape(batch, tokens, width), inner, self.out)
 
 
 def causal_attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -312,10 +329,14 @@ class Layer(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot) -> Tensor:
         norms = self.attention_norms
         branch_BTD = self.attention(x_BTD, norms.norm, rotary, cache, slot, norms.inner)
-        x_BTD = norms.after(x_BTD, self.dropout(branch_BTD))
+        if self.training:
+            branch_BTD = self.dropout(branch_BTD)
+        x_BTD = norms.after(x_BTD, branch_BTD)
         norms = self.feed_forward_norms
         branch_BTD = self.feed_forward(x_BTD, norms.norm, norms.inner)
-        return norms.after(x_BTD, self.dropout(branch_BTD))
+        if self.training:
+            branch_BTD = self.dropout(branch_BTD)
+        return norms.after(x_BTD, branch_BTD)
 
     def initialise(self, config: ModelConfig) -> None:
         """The placement's word on the matrices of both branches, once all of the model's are drawn."""
@@ -331,7 +352,10 @@ class Stack(nn.Module):
         self.part = part
         self.layers = nn.ModuleList(Layer(config) for _ in range(num_layers))
 
-    def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None = None, k: Loop = 0) -> Tensor:
-        for index, layer in enumerate(self.layers):
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None = None, k: Loop = 0, first_slot: int = 0
+    ) -> Tensor:
+        """All layers; a loop that runs more than one stack, or one more than once, gives each run its first slot."""
+        for index, layer in enumerate(self.layers, start=first_slot):
             x_BTD = layer(x_BTD, rotary, cache, (self.part, k, index))
         return x_BTD

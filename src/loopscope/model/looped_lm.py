@@ -82,7 +82,7 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
         """Token (and learned position) embedding, dropout, prelude, and the initial state."""
         tokens = ids_BT.shape[-1]
         positions_BT = torch.arange(tokens)[None] if cache is None else cache.positions(tokens)
-        self._check_ids(ids_BT, int(positions_BT.max()) + 1 if tokens else 0)
+        check_ids(ids_BT, positions_BT, self.config)
         positions_BT = positions_BT.to(ids_BT.device)
         e_BTD = self.embedding(ids_BT)
         if self.positions is not None:
@@ -131,19 +131,6 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
         uniform_ND = torch.rand(longest, e_BTD.shape[-1], generator=torch.Generator().manual_seed(0))
         return _truncated_normal(uniform_ND[positions_BT.cpu()], HUGINN_NOISE_STD).to(e_BTD).expand_as(e_BTD)
 
-    def _check_ids(self, ids_BT: Tensor, end: int) -> None:
-        if ids_BT.dim() != 2 or ids_BT.dtype not in (torch.int64, torch.int32) or 0 in ids_BT.shape:
-            raise DataError(
-                f"ids must be a non-empty (batch, tokens) tensor of int64, got {tuple(ids_BT.shape)} of {ids_BT.dtype}"
-            )
-        if ids_BT.device.type == "cpu":  # GPUs report a wrong index themselves; looking would stall them
-            outside_BT = (ids_BT < 0) | (ids_BT >= self.config.vocab_size)
-            if outside_BT.any():
-                wrong = ids_BT[outside_BT][0]
-                raise DataError(f"id {wrong} is outside the vocabulary of {self.config.vocab_size} tokens")
-        if end > self.config.max_length:
-            raise DataError(f"a sequence of {end} tokens is longer than max_length = {self.config.max_length}")
-
 
 class GatedLoopedLM(LoopedLM, ExitGate):
     """A looped language model whose exit gate reads the features of every loop (Ouro)."""
@@ -169,6 +156,21 @@ def count_parameters(model: LoopedLM) -> dict[str, int]:
     for name, parameter in model.named_parameters():
         parts[name.split(".")[0]] += parameter.numel()
     return dict(parts)
+
+
+def check_ids(ids_BT: Tensor, positions_BT: Tensor, config: ModelConfig) -> None:
+    """Refuse what is no batch of token ids, an id outside the vocabulary, and a position beyond the context."""
+    if ids_BT.dim() != 2 or ids_BT.dtype not in (torch.int64, torch.int32) or 0 in ids_BT.shape:
+        raise DataError(
+            f"ids must be a non-empty (batch, tokens) tensor of int64, got {tuple(ids_BT.shape)} of {ids_BT.dtype}"
+        )
+    if ids_BT.device.type == "cpu":  # GPUs report a wrong index themselves; looking would stall them
+        outside_BT = (ids_BT < 0) | (ids_BT >= config.vocab_size)
+        if outside_BT.any():
+            wrong = ids_BT[outside_BT][0]
+            raise DataError(f"id {wrong} is outside the vocabulary of {config.vocab_size} tokens")
+    if (end := int(positions_BT.max()) + 1) > config.max_length:
+        raise DataError(f"a sequence of {end} tokens is longer than max_length = {config.max_length}")
 
 
 def _initialise(model: LoopedLM, config: ModelConfig) -> None:

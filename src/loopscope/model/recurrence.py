@@ -122,9 +122,9 @@ class Recurrence(nn.Module):
     def open(self, h_BTD: Tensor, e_BTD: Tensor, k: Loop) -> Tensor:
         """Everything that happens to the carried state before the core."""
         if self.inter_loop_norm is not None:
-            h_BTD = _between_loops(k, h_BTD, self.inter_loop_norm)
+            h_BTD = between_loops(k, h_BTD, self.inter_loop_norm)
         if self.damping is not None:
-            h_BTD = _between_loops(k, h_BTD, self.damping.sigmoid().mul)
+            h_BTD = between_loops(k, h_BTD, self.damping.sigmoid().mul)
         if self.injection is not None:
             h_BTD = self.injection(h_BTD, e_BTD)
         if self.loop_embedding is not None:
@@ -136,7 +136,7 @@ class Recurrence(nn.Module):
         return h_BTD
 
 
-def _between_loops(k: Loop, h_BTD: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def between_loops(k: Loop, h_BTD: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """What opens every loop but the first, for the rows that are beyond it."""
     if isinstance(k, int):
         return h_BTD if k == 1 else change(h_BTD)

@@ -95,7 +95,7 @@ class SavedTensors:
         self.keep("ids", 8)
         self.dropout("embed", FLOAT32)
         if self.model.positions == "rope":
-            self.keep("rotary", FLOAT32 * self.model.width // self.model.num_heads)
+            self.keep("rotary", FLOAT32 * 2 * self.model.width // self.model.num_heads)
         self.input = self.stack("prelude", "embed.out", self.model.prelude_layers)
         return self.input if self.model.state_init == "embedding" else "h0"
 
@@ -185,22 +185,30 @@ class SavedTensors:
             self.keep(f"{name}.input", self.kernels.compute * width)
 
     def attention(self, name: str, x: str, norms: PreNorm) -> None:
-        """Both matrices, q, k, v (one storage), heads and log-sum-exp; new q and k where they are normed or rotated."""
+        """Both matrices, gate, q, k, v (one storage), heads and log-sum-exp; new q and k where normed or rotated.
+
+        A gate also saves its sigmoid and the heads that it multiplies.
+        """
         model, compute = self.model, self.kernels.compute
         keys = model.kv_heads * model.width // model.num_heads
+        gate = model.width if model.attention_gate else 0
         self.matrix(name, x, norms.norm, model.width, FLOAT32)
-        self.keep(f"{name}.qkv", compute * (model.width + 2 * keys))
+        self.keep(f"{name}.qkv", compute * (gate + model.width + 2 * keys))
         self.keep(heads := f"{name}.heads", compute * model.width)
         self.keep(f"{name}.logsumexp", FLOAT32 * model.num_heads)
         if model.qk_norm:
             self.qk_norm(name, model.width + keys)
         if model.positions == "rope" or model.qk_norm:
             self.keep(f"{name}.qk", compute * (model.width + keys))
-        if model.positions == "rope" or (model.qk_norm and not self.kernels.own_kernels):
+        if model.qk_norm:
             # SDPA lays its output out like q, which is contiguous by heads now: merging the heads copies it.
             heads = f"{name}.merged"
         if model.positions == "rope" and compute != FLOAT32:
             self.keep(f"{name}.rotary", compute * 2 * model.width // model.num_heads)
+        if gate:
+            self.keep(heads, compute * model.width)
+            self.keep(f"{name}.gate", compute * model.width)
+            heads = f"{name}.gated"
         self.matrix(f"{name}.last", heads, norms.inner, model.width, compute)
 
     def qk_norm(self, name: str, size: int) -> None:
