@@ -62,7 +62,8 @@ class Generate:
     """Draft with the first loops, decide with all: auto, block:D,M (D loops draft M tokens) or wave:D. The same text,
     sooner; several prompts then run one after another."""
     cache_policy: str = "exact"
-    """What the cache keeps of every token: exact, last-loop, first-loop, ring-N or last-exited."""
+    """What the cache keeps of every token: exact, last-loop, first-loop, first-then-last, ring-N or
+    last-exited."""
     prefill_policy: str = "exact"
     """exact, or the same as --cache-policy: what prompts see of one another's tokens."""
     truncate: bool = False
