@@ -22,17 +22,8 @@ format: $(STAMP)          ## bring the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)           ## every claim of speed, measured side by side
-	$(BIN)/python benchmarks/loss.py
-	$(BIN)/python benchmarks/train_step.py
-	$(BIN)/python benchmarks/loop_memory.py
-	$(BIN)/python benchmarks/monitor.py
-	$(BIN)/python benchmarks/kill_test.py
-	$(BIN)/python benchmarks/planted.py
-	$(BIN)/python benchmarks/audit_cost.py
-	$(BIN)/python benchmarks/grid.py
-	$(BIN)/python benchmarks/report.py
-	$(BIN)/python benchmarks/cache.py
+bench: $(STAMP)           ## every claim of speed and of safety, measured; BENCH="loss monitor" runs some; writes benchmarks/README.md
+	$(BIN)/python benchmarks/bench.py $(BENCH)
 
 docs: $(STAMP)            ## rewrite the pages that are generated from the code
 	$(BIN)/python docs/generate.py

@@ -5,9 +5,9 @@
 Side by side with the cache that concatenates, as most do: it copies everything it holds for every new token. Both hold
 one row of `micro` (4 loops, 4 layers, 8 heads of 32) and get one token at a time in every slot, as decoding does.
 
-- Bytes written per appended token, counted over every operation that torch runs while a cache is filled: with 256 tokens
-  and with 4,096 (the concatenating one with 1,024: it writes n/2 times the token, which takes long). Doubling clears new
-  room and copies each token less than twice in all, so that ours stays below four times the token.
+- Bytes written per appended token, counted over every operation that torch runs while a cache is filled: with 256 and
+  with 4,096 tokens (the concatenating one with 1,024: it writes n/2 times the token, which takes long). Doubling clears
+  new room and copies each token less than twice in all, so that ours stays below four times the token.
 - Time per appended token in blocks of 64, at lengths of 256 and of 4,096, interleaved, and the ratio of the two.
 - Bytes written by truncating to half.
 

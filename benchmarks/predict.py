@@ -46,7 +46,7 @@ from loopscope.auditing.trial import Recipe, Size, TrialObjective, log_size, siz
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import PAPER_PENALTY, Config, ModelConfig, config_to_dict
 from loopscope.data.preparation import prepare
-from loopscope.data.stream import TrainingStream, evaluation_batches
+from loopscope.data.stream import TaskStream, TrainingStream, evaluation_batches, training_stream
 from loopscope.experiments.conditions import apply_recipe
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.placement import Objective
@@ -164,11 +164,11 @@ def read_rows() -> list[Row]:
 
 
 @cache
-def text(out: Path) -> tuple[TrainingStream, Any]:
+def text(out: Path) -> tuple[TrainingStream | TaskStream, Any]:
     """The built-in text in 512 tokens: the order of training, and the validation split."""
     config = read_rows()[0].config
     prepared = prepare(config, out / "tokenizer", lambda line: None)
-    return TrainingStream(prepared.train, LENGTH, config.data.stride or LENGTH, BATCH, SEED), prepared.valid
+    return training_stream(prepared.train, LENGTH, BATCH, SEED, config.data), prepared.valid
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from loopscope.machine import cache_folder
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.text import tokens_for
 
-STEPS = {"nano": 600, "micro": 300}
+STEPS = {"nano": 600, "micro": 150}
 PENALTY = {"controlled": 0.01, "rmsnorm": 0.0}
 
 
@@ -41,7 +41,9 @@ def trained(size: str, kind: str, num_loops: int = 4) -> Opened:
 
 def held_out(opened: Opened) -> PackedTokens:
     """The validation text of a trained model, in its tokens."""
-    return tokens_for(opened, None, lambda text: None)
+    tokens = tokens_for(opened, None, lambda text: None)
+    assert isinstance(tokens, PackedTokens), "the built-in corpus is packed"
+    return tokens
 
 
 if __name__ == "__main__":

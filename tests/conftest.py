@@ -18,7 +18,7 @@ LONGEST_FIRST = (
     *("experiments/test_backends.py", "training/test_distributed.py", "experiments/test_quickstart.py"),
     *("test_reproduce_cli.py", "auditing/test_planted.py", "auditing/test_search.py", "test_training_cli.py"),
     *("training/test_trainer.py", "experiments/test_tables.py", "experiments/test_claims.py", "report/test_page.py"),
-    "report/test_browser.py",
+    *("report/test_browser.py", "fuzz/test_fuzz_files.py", "fuzz/test_fuzz_flags.py"),
 )
 """Files that take more than about 20 seconds. A worker takes one file at a time (`make test`), so that a long one which
 is started last leaves the other workers idle; xdist's own order, most tests first, does just that."""
@@ -34,6 +34,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     place = {here / name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))  # stable: all else stays in its order
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """How much was fuzzed: it is promised, and what a worker prints is lost."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    ends = [report for report in reports if getattr(report, "when", "") == "teardown"]
+    told = [value for report in ends for name, value in report.user_properties if name == "fuzz"]
+    if told:
+        cases, slowest, most = (
+            sum(one[0] for one in told),
+            max(told, key=lambda one: one[1]),
+            max(one[3] for one in told),
+        )
+        terminalreporter.write_line(
+            f"fuzzing: {cases:,} cases; the slowest took {slowest[1]:.2f} s of a processor ({slowest[2]:.60}); "
+            f"memory rose by {most:.0f} MiB at most"
+        )
 
 
 @pytest.fixture(autouse=True)

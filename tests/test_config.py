@@ -98,6 +98,8 @@ def test_a_model_and_an_objective_that_contradict_each_other_are_refused(model, 
 WRONG_DATA_AND_TRAINING = [
     (DataConfig, {"data": ()}, "needs at least one source"),
     (DataConfig, {"stride": 0}, "must be above 0"),
+    (DataConfig, {"data": ("task:hops",), "curriculum": 0}, "must be above 0"),
+    (DataConfig, {"curriculum": 50}, "is for tasks"),
     (DataConfig, {"data": (3,)}, "expected a list of values, each a text"),
     (TrainingConfig, {"batch": 6, "accumulate": 4}, "must divide batch = 6"),
     (TrainingConfig, {"steps": 5, "warmup": 9}, "is longer than the run of 5 steps"),

@@ -116,6 +116,22 @@ def test_git_state_is_none_outside_a_repository(tmp_path):
     assert git_state(tmp_path) is None
 
 
+@pytest.mark.parametrize("kind", ["a pipe", "a folder"])
+def test_only_a_regular_file_is_ever_replaced(kind, tmp_path):
+    """Somebody who may write to /dev would lose /dev/null to --out /dev/null."""
+    path = tmp_path / "there"
+    os.mkfifo(path) if kind == "a pipe" else path.mkdir()
+    with pytest.raises(OSError, match=f"it is {kind}, not a regular file"):
+        write_atomically(path, "text")
+    assert [left.name for left in tmp_path.iterdir()] == ["there"] and not path.is_file()
+
+
+def test_the_file_that_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_atomically(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+
+
 def test_half_a_surrogate_pair_in_metrics_does_not_keep_a_run_from_going_on(tmp_path):
     run = RunFolder(tmp_path)
     run.metrics_path.write_text('{"step": 1, "message": "\\ud800 x"}\n{"step": 2}\n')

@@ -233,6 +233,7 @@ KINDS = (
         )
         for size in (2, 3, 5, 8, 16)
     ),
+    Kind("vocabulary of 2, wide", partial(head_of_vocabulary, vocab_size=2), (32,), 31, scale="visible", mean=None),
     Kind("vocabulary of 17", partial(head_of_vocabulary, vocab_size=17), (64,), 48, scale="visible", mean=None),
     control("vocabulary of 24", partial(head_of_vocabulary, vocab_size=24), (16,)),
     *(

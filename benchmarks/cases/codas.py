@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from cases.nets import Kind, Net, Planted, Readout, blank, centred, control, plant, rms
+import loopscope as ls
+from cases.nets import Kind, Net, Planted, Readout, blank, built, centred, control, plant, rms
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -59,6 +61,18 @@ def strong_coda_before_a_norm(width: int) -> Planted:
     return coda_before_a_norm(width, rms, strength=1.0)
 
 
+def strong_coda_with_attention(width: int, last: Callable[[Tensor], Tensor], penalty: float = 0.0) -> Planted:
+    """Features last(C(H)), γ = 1, C attending to earlier tokens.
+
+    C(H(c)) = c·C(H) for all tokens at once: no logits change on that curve, and it leads to infinity, H(c) → c·C(H).
+    If token t alone moved along its own curve, later tokens would see the direction of h_t turn; they make up for it in
+    their own states, as (DC·V)_j = C_j asks of V. RMSNorm: blind 1 in every token.
+    A penalty of 0.1 sees the curve as it sees any growth: 0.
+    """
+    planted = coda_before_a_norm(width, last, strength=1.0, attends=True)
+    return replace(planted, terms=[ls.NormPenalty(penalty)] if penalty else ())
+
+
 def coda_behind_a_norm(width: int, strength: float, attends: bool) -> Planted:
     """Features C(rms h): R(αh) = R(h) exactly, however strong the coda, and DC is invertible. N = span(h). Blind 1."""
     net = Net(width)
@@ -100,6 +114,11 @@ KINDS = (
     ),
     Kind("coda, 3 unread, raw", partial(coda_before_a_norm, last=_as_it_is, channels=3), (32,), 3, scale="visible"),
     Kind("strong coda, rmsnorm", strong_coda_before_a_norm, (32,), 1, scale=None),
+    Kind("strong coda with attention", partial(strong_coda_with_attention, last=rms), (32,), 1, scale=None),
+    control("strong coda with attention, raw", partial(strong_coda_with_attention, last=_as_it_is), (32,)),
+    control("strong coda with attention, penalty", partial(strong_coda_with_attention, last=rms, penalty=0.1), (32,)),
+    Kind("coda ours, rmsnorm", partial(built, coda_layers=1, readout="rmsnorm"), (32,), 1, scale=None),
+    control("coda ours, raw", partial(built, coda_layers=1, readout="raw"), (32,)),
     Kind("rmsnorm, coda", partial(coda_behind_a_norm, strength=0.3, attends=False), (32,), 1),
     Kind("rmsnorm, coda with attention", partial(coda_behind_a_norm, strength=0.3, attends=True), (32, 128), 1),
     control("coda, raw", partial(coda_without_a_last_norm, norm=rms, strength=0.3, attends=False), (32,)),

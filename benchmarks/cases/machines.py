@@ -131,7 +131,21 @@ def fitted(width: int, norm: Norm, steps: int = 150) -> Planted:
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def started_from_noise(width: int, norm: Norm) -> Planted:
+    """h₀ = e + ½·noise, drawn anew in every pass, of a text of any length. What an exit hides: RMSNorm 1, raw 0."""
+    net = Net(width)
+    return plant(
+        net,
+        lambda h, k: net.logits(norm(h)),
+        embed=lambda ids_BT: net.embed(ids_BT) + 0.5 * torch.randn(*ids_BT.shape, width).to(net.head),
+    )
+
+
 KINDS = (
+    Kind("started from noise", partial(started_from_noise, norm=rms), (32,), 1),
+    control("started from noise, raw", partial(started_from_noise, norm=raw), (32,)),
     Kind("float32, no module", partial(in_dtype, dtype=torch.float32, norm=rms, module=False), (32,), 1),
     control("float32, no module, raw", partial(in_dtype, dtype=torch.float32, norm=raw, module=False), (32,)),
     Kind("bf16", partial(in_dtype, dtype=BF16, norm=rms, module=True), (32, 128), 1),

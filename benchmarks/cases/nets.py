@@ -116,9 +116,17 @@ class Planted:
         return torch.randint(len(self.head_VD), (PREFIXES, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def plant(net: Net, readout: Readout, *, loop: Loop | None = None, num_loops: int = 3, **objective: Any) -> Planted:
-    """A looped model of a net, with a readout and perhaps a loop of the case's own."""
-    model = ls.adapt(embed=net.embed, loop=loop or net.loop, readout=readout, num_loops=num_loops, module=net)
+def plant(
+    net: Net,
+    readout: Readout,
+    *,
+    embed: Callable[[Tensor], Any] | None = None,
+    loop: Loop | None = None,
+    num_loops: int = 3,
+    **objective: Any,
+) -> Planted:
+    """A looped model of a net, with a readout and perhaps a beginning or a loop of the case's own."""
+    model = ls.adapt(embed=embed or net.embed, loop=loop or net.loop, readout=readout, num_loops=num_loops, module=net)
     return Planted(model, net.head, **objective)
 
 

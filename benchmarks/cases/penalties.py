@@ -174,7 +174,30 @@ def gated_exits(width: int, probability: float) -> Planted:
     return Planted(planted.model, planted.head_VD, supervised=ls.ObjectiveConfig(placement="gated"))
 
 
+@dataclass(frozen=True)
+class MeanSize(ls.Term):
+    """λ · mean over loops, tokens and width of |h|; it says its value, and not what it shows."""
+
+    weight: float
+    name: str = "mean_size"
+
+    def value(self, seen: Pass) -> Tensor:
+        return self.weight * torch.stack([h_BTD.abs().mean() for h_BTD in seen.states]).mean()
+
+
+def term_that_shows_nothing(width: int, weight: float) -> Planted:
+    """RMSNorm readout and λ·mean |h|, a term of somebody's own without `shows`: its value alone says what it notices.
+
+    mean |h| ≈ 0.8·s: λ·0.8·(α − 1) is 0.01 at α = 1.13 for λ = 0.1, and ten lengths along h cost 0.8: visible, blind 0.
+    For λ = 1e-6 at α = 12,500: blind 1.
+    """
+    net = Net(width)
+    return plant(net, lambda h, k: net.logits(rms(h)), terms=[MeanSize(weight)])
+
+
 KINDS = (
+    control("mean size 0.1", partial(term_that_shows_nothing, weight=0.1), (32,)),
+    Kind("mean size 1e-6", partial(term_that_shows_nothing, weight=1e-6), (32,), 1),
     Kind("penalty 1e-14", partial(penalty, weight=1e-14), (32,), 1),
     Kind("penalty 1e-10", partial(penalty, weight=1e-10), (32,), 1),
     Kind("penalty 1e-8", partial(penalty, weight=1e-8), (32,), 1),

@@ -246,6 +246,45 @@ def tensor_that_starts_at_zero(width: int, channels: int) -> Planted:
     return Planted(model, net.head)
 
 
+def writer_that_starts_at_zero(width: int, channels: int, *, zeros: bool) -> Planted:
+    """slow ← slow + Z·rms(h), Z = 0 so far; h reads R·rms(slow).
+
+    Slow is the same after every loop, as an injected input is, and yet the first step of training writes it: the
+    derivative by Z is not zero. Hidden, carried at gain 1, and what the loop before it leaves is written through slow
+    itself. Blind m, be slow the embedding or zero so far.
+    """
+    net = TwoTensors(width, channels)
+    zero = nn.Parameter(torch.zeros(channels, width))
+    net.register_parameter("zero", zero)
+    return plant_two(
+        net,
+        new_slow=lambda h, slow: slow + nn.functional.linear(rms(h), zero),
+        first_slow=(lambda ids_BT: torch.zeros(*ids_BT.shape, channels).to(zero)) if zeros else None,
+    )
+
+
+def zeros_that_no_loop_writes(width: int, channels: int) -> Planted:
+    """slow = 0 and slow ← slow: an injected input that is not used. No weight of a loop reaches it. Blind 0."""
+    net = TwoTensors(width, channels)
+    return plant_two(
+        net, new_slow=lambda h, slow: slow, first_slow=lambda ids_BT: torch.zeros(*ids_BT.shape, channels).to(net.head)
+    )
+
+
+def normed_injection(width: int, channels: int) -> Planted:
+    """slow ← rms(slow), h ← core(h) + R·slow/10: an injected input that is normed on its way.
+
+    N = slow. Its scale no loop can write; its other directions stay on a sphere, and a change of 10⁴ lengths is gone
+    from slow after a loop: bounded. What R reads of it is in h, and shown there. Blind 0.
+    """
+    net = TwoTensors(width, channels)
+    return plant_two(
+        net,
+        new_h=lambda h, slow: net.loop(h, 0) + 0.1 * nn.functional.linear(slow, net.reader),
+        new_slow=lambda h, slow: rms(slow),
+    )
+
+
 KINDS = (
     Kind("unread tensor", partial(unread_tensor, channels=4), (16, 32), 4, scale="visible", tensors=HIDDEN),
     Kind("unread tensor, wide", partial(unread_tensor, channels=16), (128,), 16, scale="visible", tensors=HIDDEN),
@@ -304,4 +343,22 @@ KINDS = (
         tensors=HIDDEN,
     ),
     Kind("tensor of zeros", partial(tensor_that_starts_at_zero, channels=4), (32,), 4, scale="visible", tensors=HIDDEN),
+    Kind(
+        "writer starts at zero",
+        partial(writer_that_starts_at_zero, channels=4, zeros=False),
+        (32,),
+        4,
+        scale="visible",
+        tensors=HIDDEN,
+    ),
+    Kind(
+        "zeros, writer starts at zero",
+        partial(writer_that_starts_at_zero, channels=4, zeros=True),
+        (32,),
+        4,
+        scale="visible",
+        tensors=HIDDEN,
+    ),
+    control("zeros that no loop writes", partial(zeros_that_no_loop_writes, channels=4), (32,)),
+    control("normed injection", partial(normed_injection, channels=8), (32,)),
 )

@@ -56,17 +56,20 @@ def next_token_listens(net: Net, x_BTD: Tensor) -> Tensor:
     return F.linear(earlier(x_BTD), net.out)
 
 
-def handed_on(width: int, channels: int, *, gain: float = 1.0, read: bool = True) -> Planted:
+def handed_on(width: int, channels: int, *, gain: float = 1.0, read: bool = True, tokens: int = 1) -> Planted:
     """Each loop first hands M, c channels, to the next token (the first token keeps its own). Raw readout of Ph.
 
     N = M in every token: m is gone from its own token after one loop, and in the next one's M in full, hidden there
     too. The core writes M and reads it. Blind c. With gain ½ it is halved at every step: damped, blind 0. With a core
-    that reads Ph only nobody ever reads it: inert, blind 0.
+    that reads Ph only nobody ever reads it: inert, blind 0. The same if it is handed on by several tokens at once.
     """
     net = Net(width) if read else _masked_core(width, channels)
 
     def loop(h: Tensor, k: int) -> Tensor:
-        moved = gain * earlier(h[..., -channels:], h[..., -channels:])
+        moved = h[..., -channels:]
+        for _ in range(tokens):
+            moved = earlier(moved, moved)
+        moved = gain * moved
         return net.loop(torch.cat([h[..., :-channels], moved], dim=-1), k)
 
     return plant(net, lambda h, k: net.logits(blank(h, channels)), loop=loop)
@@ -175,6 +178,8 @@ KINDS = (
     Kind("handed to the next token", partial(handed_on, channels=3), (16, 32), 3, scale="visible"),
     control("handed on, halved", partial(handed_on, channels=3, gain=0.5), (32,)),
     control("handed on, never read", partial(handed_on, channels=3, read=False), (32,)),
+    Kind("handed two tokens on", partial(handed_on, channels=3, tokens=2), (32,), 3, scale="visible"),
+    control("handed two tokens on, halved", partial(handed_on, channels=3, tokens=2, gain=0.5), (32,)),
     control("handed into sight", partial(handed_into_sight, channels=3), (32,)),
     control("the next token's exit", partial(read_out_by_the_next_token, channels=3, share=1.0), (32,)),
     Kind(

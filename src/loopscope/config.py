@@ -216,24 +216,30 @@ class DataConfig:
     """The text, its tokens, and how it is cut into sequences."""
 
     data: tuple[str, ...] = ("builtin",)
-    """Training text: builtin, files or globs (.txt, .jsonl, .parquet, also .gz and .zst), or hf:DATASET[:CONFIG]."""
+    """Training text: builtin, files or globs (.txt, .jsonl, .parquet, also .gz and .zst), hf:DATASET[:CONFIG], or
+    task:NAME[:STEPS]."""
     valid: tuple[str, ...] | None = None
     """Validation text; None takes the corpus's own split, or holds out documents by their hash."""
     text_field: str = "text"
     """Field of .jsonl, .parquet and Hugging Face records that holds the text."""
     tokenizer: str = "bpe"
-    """bytes, bpe (byte-level, trained here), word (the paper's regex), or the path of a tokenizer.json."""
+    """bytes, bpe (byte-level, trained here), word (the paper's regex), or the path of a tokenizer.json. A task is read
+    in bytes instead of bpe and word."""
     sequence_length: int | None = None
     """Tokens of a training sequence; None means max_length."""
     stride: int | None = None
     """Tokens between the starts of training sequences; None means no overlap. The paper uses half the length."""
+    curriculum: int | None = None
+    """Of a task: training steps after which its answers may take one step more, from one on; None asks all at once."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_positive(self, "sequence_length", "stride")
+        check_positive(self, "sequence_length", "stride", "curriculum")
         for name in ("data", "valid"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise ConfigError.of(name, (), "needs at least one source")
+        if self.curriculum is not None and not self.data[0].startswith("task:"):
+            raise ConfigError.of("curriculum", self.curriculum, "is for tasks (task:hops): other text has no steps")
 
 
 @dataclass(frozen=True, kw_only=True)

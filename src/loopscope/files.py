@@ -66,10 +66,10 @@ NOT_FILES: dict[Callable[[int], bool], str] = {
 
 def open_file(path: Path) -> BufferedReader:
     """A regular file, open for reading its bytes; anything else is an OSError that says what it is, without waiting."""
-    _check_regular(path, path.stat().st_mode)  # before it is opened: to open a device may already do something
+    check_regular(path, path.stat().st_mode)  # before it is opened: to open a device may already do something
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
-        _check_regular(path, os.fstat(file.fileno()).st_mode)  # it may have been replaced since
+        check_regular(path, os.fstat(file.fileno()).st_mode)  # it may have been replaced since
     except OSError:
         file.close()
         raise
@@ -98,7 +98,8 @@ def in_bytes(count: float) -> str:
     return f"{count:g} bytes"
 
 
-def _check_regular(path: Path, mode: int) -> None:
+def check_regular(path: Path, mode: int) -> None:
+    """Refuse what is not a regular file, by an OSError that says what it is."""
     if not stat.S_ISREG(mode):
         kind = next((kind for is_kind, kind in NOT_FILES.items() if is_kind(mode)), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))

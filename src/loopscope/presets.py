@@ -25,6 +25,24 @@ PRESETS: dict[str, Config] = {
         model=ModelConfig(vocab_size=4096, width=256, num_layers=4, num_heads=8, max_length=256),
         training=TrainingConfig(lr=6e-4),
     ),
+    # Pointer chasing in minutes on one core: one layer, which can look one pointer up, eight times; see docs/tasks.md.
+    # With a tied head it is not learnt so fast: h_0 is the embedding of the cell asked about, and read as the answer.
+    "hops": Config(
+        model=ModelConfig(
+            vocab_size=256,
+            width=64,
+            num_layers=1,
+            num_loops=8,
+            num_heads=1,
+            mlp_width=64,
+            dropout=0.0,
+            max_length=43,
+            readout="raw",
+            tie_head=False,
+        ),
+        data=DataConfig(data=("task:hops:8",), tokenizer="bytes", curriculum=50),
+        training=TrainingConfig(steps=1000, batch=64, lr=3e-3, schedule="cosine", warmup=50),
+    ),
     "paper-44m": Config(model=_PAPER_44M, data=_PAPER_DATA, training=_PAPER_TRAINING),
     "paper-129m": Config(model=_PAPER_129M, data=_PAPER_DATA, training=replace(_PAPER_TRAINING, batch=32)),
     # Ouro 1.4B: sandwich norms, and one norm that closes a loop: it feeds the head, the exit gate and the next loop.

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from loopscope.config import Config, config_to_yaml, load_config
 from loopscope.errors import RunError
-from loopscope.files import integer, read_lines, without_nan
+from loopscope.files import check_regular, integer, read_lines, without_nan
 
 SCHEMA_VERSION = 1
 WRITTEN_UNDER_LOCK = (
@@ -75,7 +75,7 @@ class RunFolder:
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl."""
-        with self.metrics_path.open("a", encoding="utf-8") as file:
+        with self.metrics_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(_line(row))
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -146,14 +146,24 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of it."""
+    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of it.
+
+    Half of a surrogate pair, which JSON may hold and UTF-8 may not, is written as \\ud800: in JSON that is the same.
+    """
     with file_written_whole(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextmanager
 def file_written_whole(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that becomes `path` when the block ends well, and vanishes when it does not."""
+    """A temporary file beside `path` that becomes `path` when the block ends well, and vanishes when it does not.
+
+    Only a regular file is ever replaced, and the one that a link leads to: whoever may write to /dev would otherwise
+    lose /dev/null to `--out /dev/null`.
+    """
+    if path.exists():
+        check_regular(path, path.stat().st_mode)
+    path = path.resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield beside

@@ -51,12 +51,40 @@ class Depth:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """The answers of a task that take so many steps, and the share of them that is right after every loop."""
+
+    steps: int
+    count: int | None
+    """Answers behind every share."""
+    accuracy: dict[int, float]
+    """By loop."""
+
+    def of(self, ks: Iterable[int]) -> Answers:
+        """After some of the loops."""
+        return replace(self, accuracy={k: self.accuracy[k] for k in ks if k in self.accuracy})
+
+    def to_json(self) -> dict[str, Any]:
+        """As eval.json keeps it."""
+        depths = [{"k": k, "accuracy": share} for k, share in self.accuracy.items()]
+        return {"steps": self.steps, "count": self.count, "depths": depths}
+
+    @classmethod
+    def from_json(cls, part: Part, steps: int) -> Answers:
+        """What can be read of it."""
+        found = {k: row.number("accuracy") for k, row in part.by_number("depths").items()}
+        return cls(steps, part.integer("count"), {k: share for k, share in found.items() if share is not None})
+
+
+@dataclass(frozen=True)
 class Split:
     """Scores at every depth on one text."""
 
     depths: list[Depth]
     tokens: int | None = None
     bytes: int | None = None
+    answers: list[Answers] = field(default_factory=list)
+    """Of a task, by the steps they take."""
 
     def at(self, k: int) -> Depth | None:
         """The scores after loop k."""
@@ -64,8 +92,9 @@ class Split:
 
     def of(self, ks: Iterable[int]) -> Split:
         """Some of the depths."""
-        chosen = set(ks)
-        return replace(self, depths=[depth for depth in self.depths if depth.k in chosen])
+        chosen = sorted(set(ks))
+        answers = [each.of(chosen) for each in self.answers]
+        return replace(self, depths=[depth for depth in self.depths if depth.k in chosen], answers=answers)
 
     def joined(self, before: Split | None) -> Split:
         """These scores with earlier ones of the same model and text; where more of it was read then, those stay."""
@@ -74,7 +103,12 @@ class Split:
         if before.tokens != self.tokens:
             return before
         depths = {depth.k: depth for depth in (*before.depths, *self.depths)}
-        return replace(self, depths=[depths[k] for k in sorted(depths)])
+        earlier = {each.steps: each.accuracy for each in before.answers}
+        shares = [earlier.get(each.steps, {}) | each.accuracy for each in self.answers]
+        answers = [
+            replace(each, accuracy=dict(sorted(by.items()))) for each, by in zip(self.answers, shares, strict=True)
+        ]
+        return replace(self, depths=[depths[k] for k in sorted(depths)], answers=answers)
 
     def with_bytes(self, num_bytes: int) -> Split:
         """The same with bits per byte: total nats in bits, over the true UTF-8 bytes of the text."""
@@ -85,12 +119,18 @@ class Split:
 
     def to_json(self) -> dict[str, Any]:
         """As eval.json keeps it."""
-        return {"tokens": self.tokens, "bytes": self.bytes, "depths": [depth.to_json() for depth in self.depths]}
+        depths, answers = ([each.to_json() for each in rows] for rows in (self.depths, self.answers))
+        return {"tokens": self.tokens, "bytes": self.bytes, "depths": depths, "answers": answers}
 
     @classmethod
     def from_json(cls, part: Part) -> Self:
         """What can be read of it."""
-        return part.as_a(cls, depths=[row.as_a(Depth, k=k) for k, row in part.by_number("depths").items()])
+        answers = {steps: row for row in part.parts("answers") if (steps := row.integer("steps")) is not None}
+        return part.as_a(
+            cls,
+            depths=[row.as_a(Depth, k=k) for k, row in part.by_number("depths").items()],
+            answers=[Answers.from_json(row, steps) for steps, row in answers.items()],
+        )
 
 
 # --- beyond the trained depth ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import loopscope as ls
 from loopscope.auditing.free_range import Objections
@@ -121,3 +122,46 @@ def test_loop_weights_enter_the_verdict(tiny, ids_BT):
     for first, verdict in ((1.0, "controlled"), (1e-9, "blind-spot")):
         objective = ObjectiveConfig(placement="weighted", loop_weights=(first, first, 1.0))
         assert ls.audit(model, [ids_BT], supervised=objective, options=QUICK).verdict == verdict
+
+
+class _GateThatCloses(nn.Module, ls.LinearReadout, ls.ExitGate):
+    """Exit 1 is raw, exit 2 normed. Channel 0 of the state is 1 at scale 1; the gate's logit is −`slope` times it."""
+
+    num_loops = 2
+
+    def __init__(self, slope: float, bias: float) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.slope, self.bias = slope, bias
+        self.table = nn.Parameter(torch.randn(64, 16, generator=generator))
+        self.matrix = nn.Parameter(torch.randn(16, 16, generator=generator) / 4)
+        self.weight = nn.Parameter(torch.randn(64, 16, generator=generator) / 4)
+
+    @property
+    def head(self):
+        return self.weight
+
+    def embed(self, ids_BT):
+        h_BTD = self.table[ids_BT]
+        return ls.LoopState(torch.cat([torch.ones_like(h_BTD[..., :1]), h_BTD[..., 1:]], dim=-1))
+
+    def loop(self, state, k):
+        h_BTD = state.h_BTD
+        step = 0.03 * torch.tanh(nn.functional.rms_norm(h_BTD, (16,)) @ self.matrix)
+        return state.with_h(h_BTD + torch.cat([torch.zeros_like(step[..., :1]), step[..., 1:]], dim=-1))
+
+    def features(self, state, k, cache=None):
+        return state.h_BTD if k < 2 else nn.functional.rms_norm(state.h_BTD, (16,))
+
+    def exit_logits(self, features_BTD):
+        return -self.slope * features_BTD[..., 0] - self.bias
+
+
+@pytest.mark.parametrize(("slope", "bias", "verdict"), [(2.5, 0.0, "blind"), (0.0, 2.5, "visible")])
+def test_a_gate_that_leaves_the_exit_as_the_state_grows_lets_the_scale_run(slope, bias, verdict):
+    """Exit 1 charges ½·σ(−2.5·α)·(α − 1)², 0.005 at most. With the same weight at every scale, ½·0.076·(α − 1)²."""
+    ids_BT = torch.randint(64, (4, 12), generator=torch.Generator().manual_seed(1))
+    options = ls.AuditOptions(states=2, prefix=6, rollout=4)
+    objective = ls.ObjectiveConfig(placement="gated")
+    result = ls.audit(_GateThatCloses(slope, bias), [ids_BT], supervised=objective, options=options)
+    assert result.variable("scale").verdict == verdict

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import loopscope as ls
-from loopscope.auditing.derivatives import _push_by_two_backward_passes, jacobian, pull, push
-from loopscope.auditing.search import audited_loops, least_squares_residual, median_dimension
+from loopscope.auditing.derivatives import _push_by_two_backward_passes, jacobian, least_squares, pull, push
+from loopscope.auditing.search import audited_loops, median_dimension
 from loopscope.auditing.window import windows
 from loopscope.errors import ProtocolError
 
@@ -110,7 +110,7 @@ def test_matrix_free_reachability_finds_what_no_loop_can_write():
 def test_the_least_squares_residual_is_that_of_a_direct_solution():
     matrix = torch.randn(9, 5, dtype=torch.float64)
     targets_RD = torch.randn(4, 9, dtype=torch.float64)
-    ours = least_squares_residual(lambda x: x @ matrix.T, lambda y: y @ matrix, targets_RD)
+    _, ours = least_squares(lambda x: x @ matrix.T, lambda y: y @ matrix, targets_RD)
     solution = torch.linalg.lstsq(matrix, targets_RD.T).solution
     torch.testing.assert_close(ours, targets_RD - (matrix @ solution).T, atol=1e-6, rtol=1e-6)
 
@@ -118,7 +118,7 @@ def test_the_least_squares_residual_is_that_of_a_direct_solution():
 def test_damping_leaves_what_only_a_huge_solution_could_explain():
     matrix = torch.diag(torch.tensor([1.0, 0.5, 1e-7], dtype=torch.float64))
     ones = torch.ones(1, 3, dtype=torch.float64)
-    damped = least_squares_residual(lambda x: x @ matrix.T, lambda y: y @ matrix, ones, damping=1e-4)
+    _, damped = least_squares(lambda x: x @ matrix.T, lambda y: y @ matrix, ones, damping=1e-4)
     torch.testing.assert_close(damped, torch.tensor([[0.0, 0.0, 1.0]]).double(), atol=1e-5, rtol=0)
 
 

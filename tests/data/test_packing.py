@@ -283,8 +283,18 @@ def test_every_field_of_the_manifest_is_documented(tmp_path):
 def test_the_manifest_counts_what_is_in_the_files(tmp_path):
     packed = packed_in(tmp_path, BPE)
     manifest = json.loads((packed.folder / "manifest.json").read_text())
-    assert manifest == packed.manifest and manifest["schema_version"] == 1
+    assert manifest == packed.manifest and manifest["schema_version"] == 2
     (shard,) = manifest["shards"]
     stored = np.fromfile(packed.folder / shard["file"], dtype=manifest["dtype"])
     assert stored.tolist() == BPE.encode("\n\n".join(DOCUMENTS)) and shard["tokens"] == manifest["tokens"]
     assert (manifest["corpus_sha256"], manifest["tokenizer_sha256"]) == ("0" * 64, BPE.fingerprint)
+
+
+@pytest.mark.parametrize("name", ["bytes", "documents", "tokens", "dtype", "split"])
+def test_a_manifest_in_which_one_value_is_another_is_packed_again(name, tmp_path):
+    """No file would tell: a wrong count of bytes is a wrong number of bits per byte."""
+    packed = packed_in(tmp_path)
+    path = packed.folder / "manifest.json"
+    other = {"dtype": "<u4", "split": "valid"}.get(name, 7)
+    path.write_text(json.dumps({**packed.manifest, name: other}))
+    assert packed_in(tmp_path).manifest == packed.manifest

@@ -18,6 +18,7 @@ from loopscope.data.tokenizers import (
     bytes_tokenizer,
     fit_tokenizer,
     load_tokenizer,
+    read_tokenizer,
     train_bpe,
     train_word,
 )
@@ -230,3 +231,11 @@ def test_a_text_that_a_tokenizer_cannot_encode_is_one_sentence():
 def test_byte_pairs_use_the_whole_vocabulary():
     assert BPE.vocab_size == 300
     assert len(BPE.encode(DOCUMENTS[0])) < len(DOCUMENTS[0].encode()) / 2
+
+
+def test_a_token_id_that_would_need_gigabytes_is_refused(tmp_path):
+    definition = json.loads(bytes_tokenizer().definition)
+    definition["model"]["vocab"]["a"] = 2**31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(DataError, match=r"has the token id 2,147,483,648; ids are below 16,777,216"):
+        read_tokenizer(tmp_path / "tokenizer.json")

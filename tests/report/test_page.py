@@ -649,6 +649,24 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     assert "different tokenizers" in page
 
 
+def test_depths_that_were_timed_are_drawn_as_quality_against_the_speed_of_decoding(tmp_path):
+    folder = write_run(tmp_path / "timed")
+    rates = {1: 400.0, 2: 200.0, 4: 100.0}
+    timings = [
+        {"k": k, "what": what, "tokens_per_second": rate * factor, "low": rate, "high": rate, "bytes_per_token": 64 * k}
+        for k, rate in rates.items()
+        for what, factor in (("prefill", 50), ("decode", 1))
+    ]
+    edit(folder / "eval.json", speed=timings)
+    page = build_report([folder]).html
+    (trace,) = data_of(page)["charts"]["speed"]["traces"]
+    frontier = data_of(page)["charts"]["frontier"]["traces"][0]
+    assert trace["x"] == [400.0, 200.0, 100.0]
+    assert trace["y"] == [frontier["y"][k - 1] for k in rates]
+    untimed = write_run(tmp_path / "untimed")
+    assert "no run has been timed" in build_report([untimed]).html
+
+
 def test_what_is_not_measured_is_said_and_not_drawn_empty(make_run):
     page = build_report([make_run(done=40, files=())]).html
     drawn = re.findall(r'data-chart="([^"]+)"', page)

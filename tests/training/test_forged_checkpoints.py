@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save
 
 import loopscope as ls
 from loopscope.config import TrainingConfig
@@ -117,6 +119,22 @@ def test_checksums_of_files_elsewhere_are_refused(path):
     (path / "checksums.json").write_text(json.dumps({"../../elsewhere": "0"}))
     with pytest.raises(RunError, match=r"names '../../elsewhere', which is not a file of it"):
         checkpoint.load(path)
+
+
+@pytest.mark.parametrize("damage", ["shape", "slot", "name"])
+def test_a_state_of_the_optimiser_that_does_not_fit_is_named(tmp_path, damage):
+    model, optimizers = small()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers.step(1e-3)
+    path = checkpoint.save(tmp_path, model, optimizers, STATE)
+    tensors = load_file(path / "optimizer.safetensors")
+    value = tensors.pop("embedding.weight/exp_avg")
+    others = {"shape": {"embedding.weight/exp_avg": value[:1].clone()}, "slot": {}, "name": {"x/exp_avg": value}}
+    tensors |= others[damage]
+    forge(path, "optimizer.safetensors", save(tensors))
+    with pytest.raises(RunError, match=r"is damaged or incomplete: the optimiser's state (of embedding|is about 'x')"):
+        resume(path)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,39 @@ def with_the_same_noise(function: Map, w_RW: Tensor) -> Tensor:
         return function(w_RW).detach()
 
 
+def least_squares(
+    forward: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor], Tensor],
+    targets_RD: Tensor,
+    *,
+    damping: float = 0.0,
+    tolerance: float = 0.0,
+    iterations: int = 400,
+) -> tuple[Tensor, Tensor]:
+    """x = argmin ‖A x − b‖² + λ²‖x‖² and b − A x of every row b, by conjugate gradients (CGLS) on all rows at once.
+
+    λ = `damping` bounds the solution: what only a singular value far below λ could explain stays in the residual.
+    Once no residual is longer than `tolerance`, it is small enough.
+    """
+    residual_RD = targets_RD.double().clone()
+    gradient_RD = backward(residual_RD)
+    solution_RD, search_RD = torch.zeros_like(gradient_RD), gradient_RD.clone()
+    size_R1 = gradient_RD.square().sum(-1, keepdim=True)
+    enough_R1 = (1e-16 * size_R1).clamp(min=max(1e-3 * damping, 1e-15) ** 2)  # below it, rounding
+    for _ in range(iterations):
+        image_RD = forward(search_RD)
+        curvature_R1 = image_RD.square().sum(-1, keepdim=True)
+        curvature_R1 = curvature_R1 + damping**2 * search_RD.square().sum(-1, keepdim=True)
+        step_R1 = torch.where(size_R1 > enough_R1, size_R1 / curvature_R1.clamp(min=1e-300), 0.0)
+        solution_RD, residual_RD = solution_RD + step_R1 * search_RD, residual_RD - step_R1 * image_RD
+        gradient_RD = backward(residual_RD) - damping**2 * solution_RD
+        before_R1, size_R1 = size_R1, gradient_RD.square().sum(-1, keepdim=True)
+        if ((size_R1 <= enough_R1) | (residual_RD.norm(dim=-1, keepdim=True) <= tolerance)).all():
+            break
+        search_RD = gradient_RD + size_R1 / before_R1.clamp(min=1e-300) * search_RD
+    return solution_RD, residual_RD
+
+
 def _push(function: Callable[[Tensor], list[Tensor]], w_W: Tensor, tangents_RW: Tensor) -> list[Tensor]:
     try:
         return _push_forward(function, w_W, tangents_RW)

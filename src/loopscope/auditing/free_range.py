@@ -24,7 +24,7 @@ Shape legend: A factors α, J exits, N tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -112,7 +112,10 @@ class Objections:
             later = [j for j in self.weights if j >= k] or [max(self.weights)]
             total_N = sum(weights_JN[j] for j in later)
             terms_AN = self._terms(of, k, alphas_A)[:, None] / total_N
-            ranges[k] = _first_crossing(alphas_A, sum(weights_JN[j] * exits[j] for j in later) / total_N + terms_AN)
+            weights_JAN = self._weights_moved(of, k, alphas_A)
+            total_AN = torch.stack([weights_JAN[j] for j in later]).sum(0).clamp(min=1e-300)
+            exits_AN = sum(weights_JAN[j] * exits[j] for j in later) / total_AN
+            ranges[k] = _first_crossing(alphas_A, exits_AN + terms_AN)
             alone = float(_first_crossing(alphas_A, terms_AN).median())
             if math.isfinite(alone):
                 width = self.states[k].h_BTD.shape[-1]
@@ -173,8 +176,15 @@ class Objections:
             charged.append(noticed_BT.flatten().nan_to_num(nan=math.inf))
         return torch.stack(charged)
 
-    def _weights(self) -> dict[int, Tensor]:
-        """w_j of every token: the configuration's, or the gate's exit probabilities."""
+    def _weights_moved(self, of: Field, k: int, alphas_A: Tensor) -> dict[int, Tensor]:
+        """w_j of every factor and token when the states from loop k on are moved: a gate reads what has moved."""
+        if self.gate is None:
+            return {j: weight_N[None] for j, weight_N in self._weights().items()}
+        moved = [self._weights(lambda j, h: _moved(h, of, alpha) if j >= k else h) for alpha in alphas_A.tolist()]  # noqa: B023
+        return {j: torch.stack([weights[j] for weights in moved]) for j in self.weights}
+
+    def _weights(self, rewrite: Callable[[int, Tensor], Tensor] = lambda j, h: h) -> dict[int, Tensor]:
+        """w_j of every token: the configuration's, or the gate's exit probabilities at rewritten states."""
         some = next(iter(self.states.values())).h_BTD
         if self.gate is None:
             return {
@@ -182,7 +192,8 @@ class Objections:
                 for j, weight in self.weights.items()
             }
         linear = LinearReadout.needed(self.model, "an audit of gated exits")
-        features = (linear.features(self.states[j], j) for j in self.weights)
+        states = {j: self.states[j].with_h(rewrite(j, self.states[j].h_BTD)) for j in self.weights}
+        features = (linear.features(state, j) for j, state in states.items())
         logits = [self.gate.exit_logits(each).double().flatten() for each in features]
         return dict(zip(self.weights, exit_distribution(torch.stack(logits)).exp(), strict=True))
 

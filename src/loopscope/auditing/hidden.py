@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loopscope.auditing.derivatives import Map, push, with_the_same_noise
+from loopscope.auditing.derivatives import Map, least_squares, pull, push, with_the_same_noise
 from loopscope.auditing.free_range import SAME_LOGITS
 from loopscope.auditing.window import NOISE, Window, Windows
 from loopscope.errors import ProtocolError
@@ -51,6 +51,13 @@ CHANGES = (1e-3, 1e-1)
 """Lengths, in that of the state, of the changes that a derivative along a named field is held against."""
 CHANGES_SINGLE = (1e-2, 1e-1)
 """The same where the state is not float64: smaller ones drown in rounding."""
+IN_EVERY_TOKEN = 4.0
+"""A field is hidden behind a coda if so many times more of it lies in what the coda hides than of a random direction.
+"""
+UNNOTICED = 0.1
+"""What may be left to see of it, where 1 is the limit."""
+SOLVED = 1e-4
+"""Share of an average gain that bounds how far other tokens may move to make up for a field."""
 DISPUTED = 0.3
 """Relative difference from which derivative and change disagree, or two changes of another size do."""
 
@@ -79,6 +86,12 @@ class Hidden:
     """That median in units of the spectrum."""
     disputed: tuple[str, ...] = ()
     """Named fields along which a change of the state and the derivative disagree: the change is believed."""
+
+    @property
+    def rank(self) -> int:
+        """How many directions the readout shows at all."""
+        squares_X = torch.linalg.eigvalsh(self.gram_XX)
+        return int((squares_X > (NOTHING**2) * squares_X[-1]).sum())
 
     @property
     def undecided(self) -> int:
@@ -214,7 +227,28 @@ class Readouts:
         reference = float(own_X[own_X > NOTHING * own_X[-1]].median())
         later = sum(weight for j, weight in self.weights.items() if j >= k)
         charge = 0.5 * self.weights.get(k, 0.0) / later * LENGTHS**2 * float(h_D.double().square().sum()) / NOTICED
-        noticed_XX = charge * gram_XX + self._terms_noticed(window, token, k, w_W) / later
+        terms_XX = self._terms_noticed(window, token, k, w_W) / later
+        noticed_XX = charge * gram_XX + terms_XX
+        if window.tokens > 1:
+            own_XF = seen_XF.unflatten(-1, (window.tokens, -1))[:, token]
+            own_X, own_XX = torch.linalg.eigh(charge * own_XF @ own_XF.T)
+            own_XH = own_XX[:, own_X <= HIDDEN**2]
+            least = IN_EVERY_TOKEN * own_XH.shape[1] / len(block)
+            seen_M = (units_MX @ noticed_XX * units_MX).sum(-1)
+            asked = chosen(fields, (seen_M > HIDDEN**2) & ((units_MX @ own_XH).square().sum(-1) > least / 2))
+            for v_X, seen in self._in_every_token(
+                window,
+                token,
+                k,
+                w_W,
+                {name: fields[name] for name in asked},
+                lambda w_RW: noticed(shown(w_RW)),
+                charge,
+                least,
+            ):
+                across_XX = identity_XX - torch.outer(v_X, v_X)
+                gram_XX, terms = across_XX @ gram_XX @ across_XX, float(v_X @ terms_XX @ v_X)
+                noticed_XX = across_XX @ noticed_XX @ across_XX + (charge * seen + terms) * torch.outer(v_X, v_X)
         squares_X, vectors_XX = torch.linalg.eigh(noticed_XX)
         basis_XH = vectors_XX[:, squares_X <= HIDDEN**2]
         if (held := self._held(window, token, k, w_W, basis_XH) / later) > 0:
@@ -233,12 +267,55 @@ class Readouts:
             chosen(fields, disputed_M),
         )
 
+    def _in_every_token(
+        self, window: Window, token: int, k: int, w_W: Tensor, fields: Fields, noticed: Map, charge: float, least: float
+    ) -> list[tuple[Tensor, float]]:
+        """Named fields that are hidden when every token moves: a unit direction of this token, and what is seen of it.
+
+        Behind a coda C the exits rms C(H) hide the curve C(H(c)) = c·C(H), which leads to infinity; its tangent is near
+        h and not equal to it. Where C attends, it is one of all tokens together: each makes up for what it sees of the
+        others. So F, the field in every token, is followed by the nearest V = F − U that the exits do not see,
+        U = argmin ‖J(F − U)‖² + λ²‖U‖². It counts if more than the share `least` of F is left of this token's V.
+        """
+        if not fields:
+            return []
+        layout, tokens = window.layout(k), range(window.tokens)
+        width, units_W = layout.parts[0].width, layout.repeated(lengths(window, k, token))
+        fields_MW = w_W.new_zeros(len(fields), len(w_W), dtype=torch.float64)
+        own = float(w_W[window.block(k, token)[:width]].double().norm())
+        for each in tokens:
+            columns = window.block(k, each)[:width]
+            h_D = w_W[columns]
+            fields_MW[:, columns] = field_rows(fields, h_D, width) * float(h_D.double().norm()) / own
+
+        def forward(rows_RW: Tensor) -> Tensor:
+            return push(lambda w_RW: [noticed(w_RW)], w_W, rows_RW * units_W)[0].double()
+
+        def backward(rows_RF: Tensor) -> Tensor:
+            return pull(noticed, w_W, rows_RF).double() * units_W
+
+        seen_MF = forward(fields_MW)
+        gain = float((seen_MF.norm(dim=-1) / fields_MW.norm(dim=-1).clamp(min=1e-300)).max())
+        enough = UNNOTICED / max(charge, 1e-300) ** 0.5
+        made_up_MW, left_MF = least_squares(forward, backward, seen_MF, damping=SOLVED * gain, tolerance=enough)
+        found: list[tuple[Tensor, float]] = []
+        for f_W, v_W, left_F in zip(fields_MW, fields_MW - made_up_MW, left_MF, strict=True):
+            f_X, v_X = (each_W[window.block(k, token)] for each_W in (f_W, v_W))
+            share = float(v_X.square().sum() / f_X.square().sum().clamp(min=1e-300))
+            if share >= least and float(v_W.norm()) > 0:
+                unit_X = v_X / v_X.norm()
+                for other_X, _ in found:
+                    unit_X = unit_X - other_X * (other_X @ unit_X)
+                if float(unit_X.norm()) > least**0.5:
+                    found.append((unit_X / unit_X.norm(), float(left_F.square().sum() / v_W.square().sum())))
+        return found
+
     def _held(self, window: Window, token: int, k: int, w_W: Tensor, basis_XH: Tensor) -> float:
         """What terms notice at least of ten lengths along any hidden direction, beyond what their derivatives say.
 
         A term that sees ‖h‖ alone has no derivative across h, and holds the state on a sphere all the same: of f(h) it
         is the even part, ½·(f(h + Δ) + f(h − Δ)) − f(h), that such a step moves. The least over a basis is taken, so
-        that a term on some directions does not speak for others.
+        that a term on some directions does not speak for others. Of a term that shows nothing it is the value's.
         """
         if basis_XH.shape[1] == 0 or not self.terms:
             return 0.0
@@ -246,12 +323,12 @@ class Readouts:
         noticed_H = torch.zeros(basis_XH.shape[1], dtype=torch.float64, device=w_W.device)
         for term, scale in self.terms:
             at_W, length = _at_scale(scale, window, token, k, w_W)
+            silent = type(term).shows is Term.shows and not term.inside_cross_entropy
+            of = partial(window.charged_by, token=token) if silent else window.shown_by
             with torch.no_grad():
-                ahead_HF, behind_HF = (
-                    window.shown_by(term, k, at_W + sign * length * steps_HW.to(at_W)).double() for sign in (1, -1)
-                )
-                here_1F = window.shown_by(term, k, at_W[None]).double()
-            noticed_H += ((ahead_HF + behind_HF) / 2 - here_1F).square().sum(-1) / NOTICED
+                ahead, behind = (of(term, k, at_W + sign * length * steps_HW.to(at_W)).double() for sign in (1, -1))
+                even = (ahead + behind) / 2 - of(term, k, at_W[None]).double()
+            noticed_H += (even.clamp(min=0) if silent else even.square().sum(-1)) / NOTICED
         return float(noticed_H.min())
 
     def _terms_noticed(self, window: Window, token: int, k: int, w_W: Tensor) -> Tensor:

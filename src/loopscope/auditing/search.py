@@ -32,7 +32,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from loopscope.auditing.derivatives import pull, push
+from loopscope.auditing.derivatives import least_squares, pull, push
 from loopscope.auditing.free_range import FreeRange
 from loopscope.auditing.hidden import (
     PROBES,
@@ -339,9 +339,9 @@ class _Question:
             "removed": lambda rest: self._kept(carried[0].T, rest, CARRIED * self.usual_gain),
             "unreachable": lambda rest: self._reachable(basis_XC, rest),
             "damped": lambda rest: self._undamped(carried, rest),
-            "inert": lambda rest: self._kept(torch.cat(effects, -1).T, rest, self.read_floor * self.usual_effect),
+            "inert": lambda rest: self._read(basis_XC, carried, effects, rest),
             "shown_later": lambda rest: self._unshown(basis_XC, carried, rest),
-            "memory": lambda rest: self._unbounded(basis_XC, rest),
+            "memory": lambda rest: self._unbounded(basis_XC, rest, everywhere="shown_later" in but),
         }
         found = dict.fromkeys(CLASSES, rest[:, :0])
         for name, question in questions.items():
@@ -408,7 +408,7 @@ class _Question:
         Damped is what shrinks both in length and in units of each channel's rms: a loop that turns a direction into
         smaller channels does not damp it, and one that moves channels on does not either.
         """
-        loops = min(LATER_LOOPS, len(carried))
+        loops = min(LATER_LOOPS, len(carried), self._loops_within_the_window(rest.T @ carried[0]))
         if loops == 1:
             return self._kept(carried[0].T, rest, DAMPED)
         damped = rest
@@ -421,6 +421,42 @@ class _Question:
             _, gains, right = torch.linalg.svd(last_WC @ back, full_matrices=False)
             damped = _orthonormal(damped @ back @ right.T[:, gains < DAMPED ** (loops - 1)])
         return rest @ _complement(rest.T @ damped)
+
+    def _loops_within_the_window(self, images_CW: Tensor) -> int:
+        """Loops until what is handed on to other tokens leaves the window, where it cannot be followed.
+
+        What has left this token by most of its length after one loop, by n tokens on average, has left a window of N
+        tokens after (N − 1)/n loops.
+        """
+        tokens, width = self.window.tokens, self.window.layout(self.k + 1).token_width
+        sizes_CN = images_CW[:, : tokens * width].unflatten(1, (tokens, width)).square().sum(-1)
+        total_C = sizes_CN.sum(-1).clamp(min=1e-300)
+        handed_C = sizes_CN[:, 0] < 0.5 * total_C
+        if not handed_C.any():
+            return LATER_LOOPS
+        steps_N = torch.arange(tokens, dtype=sizes_CN.dtype, device=sizes_CN.device)
+        return max(1, int((tokens - 1) / float(((sizes_CN @ steps_N) / total_C)[handed_C].max())))
+
+    def _read(self, basis_XC: Tensor, carried: list[Tensor], effects: list[Tensor], rest: Tensor) -> Tensor:
+        """Directions that the logits of a later loop depend on, those of this token or of one after it.
+
+        Exits of rank r (at most V − 1) of n tokens show r·n numbers a loop. Where that is fewer than there are
+        directions to ask about, their silence proves nothing. Then a direction is read if the next loop makes anything
+        of it but itself: its image leaves the span of those that no exit has shown, in whatever token.
+        """
+        read = self._kept(torch.cat(effects, -1).T, rest, self.read_floor * self.usual_effect)
+        reached = sum(int(each.unflatten(-1, (self.window.tokens, -1)).any(-1).any(0).sum()) for each in effects)
+        if read.shape[1] == rest.shape[1] or reached * self.hidden(self.k).rank >= rest.shape[1]:
+            return read
+        unread = rest @ _complement(rest.T @ read)
+        images_CW, layout = unread.T @ carried[0], self.window.layout(self.k + 1)
+        own_XC = basis_XC @ unread
+        for token in range(self.window.tokens):
+            block = layout.block(token)[: layout.token_width] if token else layout.block(token)
+            kept_XC = _orthonormal(own_XC[: len(block)])
+            images_CW[:, block] -= images_CW[:, block] @ kept_XC @ kept_XC.T
+        alone = torch.eye(len(images_CW), dtype=torch.float64, device=images_CW.device)
+        return torch.cat([read, unread @ self._kept(images_CW.T, alone, self.read_floor * self.usual_gain)], dim=1)
 
     def _reachable(self, basis_XC: Tensor, rest: Tensor) -> Tensor:
         """Directions within `REACH` of what the loop that wrote this state can write."""
@@ -477,9 +513,10 @@ class _Question:
             probes_RW = torch.randn(PROBES, len(w_W), generator=self.search.generator, dtype=torch.float64)
             probes_RW = probes_RW.to(w_W.device)
             gain = float((forward(probes_RW).norm(dim=-1) / probes_RW.norm(dim=-1)).median())
-            return least_squares_residual(
+            _, residual_CX = least_squares(
                 forward, backward, directions_XC.T, damping=RANGE * gain, tolerance=REACH / 10
-            ).T
+            )
+            return residual_CX.T
         if neighbours not in self._range:
             images_WX = forward(torch.eye(len(w_W), dtype=torch.float64, device=w_W.device))
             left_XX, singular_X, _ = torch.linalg.svd(images_WX.T, full_matrices=False)
@@ -540,8 +577,12 @@ class _Question:
             a_CW[:, block] = u_CW[:, block] @ basis_XH @ basis_XH.T
         return a_CW
 
-    def _unbounded(self, basis_XC: Tensor, rest: Tensor) -> Tensor:
-        """Directions along which even a huge change survives a loop; an inter-loop norm bounds all of them."""
+    def _unbounded(self, basis_XC: Tensor, rest: Tensor, *, everywhere: bool) -> Tensor:
+        """Directions along which even a huge change survives a loop; an inter-loop norm bounds all of them.
+
+        Unless `everywhere` counts, it must survive among what the next exit hides: what a loop reads of it into sight
+        is no way to run.
+        """
         size = HUGE * max(float(self.h_D.norm()), 1.0)
         with torch.no_grad():
             rows_CW = self.window.placed((basis_XC @ rest).T * self.units_X, self.k).to(self.w_W.dtype)
@@ -551,41 +592,11 @@ class _Question:
         change_WC = ((ahead_CW.double() - here_1W.double()) / size / self.units_W).T
         if not change_WC.isfinite().all():
             return rest
+        if not everywhere and self.k < self.search.num_loops:
+            in_channels_W1 = (self.units_W / self.channels_W)[:, None]
+            change_WC = self._hidden_part((in_channels_W1 * change_WC).T, self.k + 1).T / in_channels_W1
         _, gains, right = torch.linalg.svd(change_WC, full_matrices=False)
         return rest @ right.T[:, gains > BOUNDED]
-
-
-def least_squares_residual(
-    forward: Callable[[Tensor], Tensor],
-    backward: Callable[[Tensor], Tensor],
-    targets_RD: Tensor,
-    *,
-    damping: float = 0.0,
-    tolerance: float = 0.0,
-    iterations: int = 400,
-) -> Tensor:
-    """b − A·argmin ‖A x − b‖² + λ²‖x‖² of every row b, by conjugate gradients (CGLS) on all rows at once.
-
-    λ = `damping` bounds the solution: what only a singular value far below λ could explain stays in the residual.
-    Once no residual is longer than `tolerance`, it is small enough.
-    """
-    residual_RD = targets_RD.double().clone()
-    gradient_RD = backward(residual_RD)
-    solution_RD, search_RD = torch.zeros_like(gradient_RD), gradient_RD.clone()
-    size_R1 = gradient_RD.square().sum(-1, keepdim=True)
-    enough_R1 = (1e-16 * size_R1).clamp(min=max(1e-3 * damping, 1e-15) ** 2)  # below it, rounding
-    for _ in range(iterations):
-        image_RD = forward(search_RD)
-        curvature_R1 = image_RD.square().sum(-1, keepdim=True)
-        curvature_R1 = curvature_R1 + damping**2 * search_RD.square().sum(-1, keepdim=True)
-        step_R1 = torch.where(size_R1 > enough_R1, size_R1 / curvature_R1.clamp(min=1e-300), 0.0)
-        solution_RD, residual_RD = solution_RD + step_R1 * search_RD, residual_RD - step_R1 * image_RD
-        gradient_RD = backward(residual_RD) - damping**2 * solution_RD
-        before_R1, size_R1 = size_R1, gradient_RD.square().sum(-1, keepdim=True)
-        if ((size_R1 <= enough_R1) | (residual_RD.norm(dim=-1, keepdim=True) <= tolerance)).all():
-            break
-        search_RD = gradient_RD + size_R1 / before_R1.clamp(min=1e-300) * search_RD
-    return residual_RD
 
 
 def _split(form_CC: Tensor) -> tuple[Tensor, Tensor]:

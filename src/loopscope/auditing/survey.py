@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.activity import FAR, Lemma2, lemma_2, loop_activity, motion
@@ -329,7 +330,7 @@ def _search(
 ) -> tuple[verdicts.Found, list[Variable]]:
     """Sample tokens, examine each, and sum up."""
     options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
-    carried = Carried.of(states[: run.model.num_loops + 1])
+    carried = Carried.of(states[: run.model.num_loops + 1], partial(_written, run, states[0]))
     run.notes.extend(carried.skipped)
     places = _places(run.ids_BT, options, generator)
     width = states[0].h_BTD.shape[-1] + sum(part.width for part in carried.searched)
@@ -347,6 +348,7 @@ def _search(
         loops = ", ".join(map(str, search.audited))
         run.notes.append(f"of the {len(every)} loops whose state goes on, {len(search.audited)} were searched: {loops}")
     findings: verdicts.Findings = []
+    causal = causal and not _starts_from_noise(run)  # a text of another length would get other noise
     row_by_row, cached = (
         False,
         causal and not search.repeats and keeps_its_cache(run.model, run.ids_BT[0, :8], search.deepest),
@@ -366,6 +368,31 @@ def _search(
     _doubt_rounding(run, findings)
     _note_disputes(run, findings)
     return verdicts.judge(findings, ranges, carried.constant)
+
+
+def _starts_from_noise(run: Survey) -> bool:
+    """Whether the same text is embedded differently at every call."""
+    with torch.no_grad():
+        one, other = (run.model.embed(run.ids_BT[:1]).h_BTD for _ in range(2))
+    return not torch.equal(one, other)
+
+
+def _written(run: Survey, state: LoopState, name: str) -> bool | None:
+    """Whether h or a weight that is trained reaches a carried tensor in the first loop; None: no weights are known.
+
+    m ← m + W h with W = 0 or h = 0 leaves m as it was, and is its writer all the same: one of its derivatives is not 0.
+    """
+    weights = [] if run.network is None else [each for each in run.network.parameters() if each.requires_grad]
+    if not weights:
+        return None
+    with torch.enable_grad():
+        alone = pytree.tree_map_only(Tensor, Tensor.detach, state)
+        alone.h_BTD.requires_grad_()
+        tensor = run.model.loop(alone, 1).carried[name]
+        if not tensor.requires_grad:
+            return False
+        found = torch.autograd.grad(tensor, [*weights, alone.h_BTD], torch.randn_like(tensor), allow_unused=True)
+    return any(one is not None and bool(one.any()) for one in found)
 
 
 def _report(progress: Progress, state: int, states: int, share: float) -> None:

@@ -16,7 +16,7 @@ X width of one token's share with what has no token, D width of h, F features, V
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from loopscope.auditing.derivatives import with_the_same_noise
 from loopscope.errors import NotFiniteError
-from loopscope.objectives.terms import Term
-from loopscope.protocol import Cached, LinearReadout, LoopedModel, LoopState, Slot
+from loopscope.objectives.terms import Pass, Term
+from loopscope.protocol import Cached, LinearReadout, LoopedModel, LoopState, LoopTrace, Slot
 
 ROWS_OF_A_PREFIX = (3, 5, 7)
 """Copies of a prefix that are run, unlike tokens in number; two could be cosine and sine."""
@@ -86,13 +86,17 @@ class Carried:
 
     searched: tuple[Part, ...] = ()
     constant: tuple[str, ...] = ()
-    """The same after every loop: an injected input that travels along. No loop writes it."""
+    """The same after every loop, and no weight reaches it: an injected input that travels along. No loop writes it."""
     skipped: tuple[str, ...] = ()
     """Sentences about tensors that cannot be searched."""
 
     @classmethod
-    def of(cls, states: Sequence[LoopState]) -> Carried:
-        """From the states before the first loop and after each."""
+    def of(cls, states: Sequence[LoopState], written: Callable[[str], bool | None] = lambda name: None) -> Carried:
+        """From the states before the first loop and after each.
+
+        `written` says whether a weight of a loop reaches a tensor; None where no weights are known. Then a tensor of
+        zeros may be one whose writer starts at zero, and is searched.
+        """
         last, searched, constant, skipped = states[-1], [], [], []
         for name, tensor in last.carried.items():
             if not tensor.is_floating_point():
@@ -101,7 +105,9 @@ class Carried:
                 skipped.append(f"carried[{name!r}] does not lead with the batch: not searched")
             elif any(name not in state.carried or state.carried[name].shape != tensor.shape for state in states[1:]):
                 skipped.append(f"carried[{name!r}] is not there, or of another shape, after some loops: not searched")
-            elif tensor.any() and all(torch.equal(state.carried.get(name, tensor), tensor) for state in states):
+            elif all(torch.equal(state.carried.get(name, tensor), tensor) for state in states) and not (
+                written(name) if written(name) is not None else not tensor.any()
+            ):
                 constant.append(name)
             else:
                 per_token = tensor.dim() > 1 and tensor.shape[1] == last.h_BTD.shape[1]
@@ -220,6 +226,17 @@ class Window:
         state = self._with(w_RW, k)
         shown = term.shows(state.h_BTD, lambda: self._logits(state, k))
         return w_RW[:, :0] if shown is None else self._of_window(shown).flatten(1)
+
+    def charged_by(self, term: Term, k: int, w_RW: Tensor, token: int) -> Tensor:
+        """What a term of the loss charges for one token of the window after loop k, as if it were all there is."""
+        here, charged = self.start + token, []
+        per_token = {part.name for part in self.carried.searched if part.per_token}
+        for w_W in w_RW:
+            state = self._with(w_W[None], k)
+            carried = {name: z[:, here : here + 1] if name in per_token else z for name, z in state.carried.items()}
+            lone = replace(state, h_BTD=state.h_BTD[:, here : here + 1], carried=carried)
+            charged.append(term.value(Pass(LoopTrace([lone, lone]), torch.zeros(()))).double())
+        return torch.stack(charged)
 
     def rows_depend_on_one_another(self) -> bool:
         """Whether some loop or readout of a state changes with the other rows of its batch.
@@ -356,7 +373,8 @@ def _window(like: Window, ids_T: Tensor, first: int, tokens: int, num_loops: int
     numbers = [k if last_loop is None else min(k, last_loop) for k in range(1, num_loops + 1)]
     taking = Cached.of(model) if cached and first > 0 and last_loop is None else None
     cache: PrefixCache | None = None
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a state that starts from noise is then the same in every window of a text
         if taking is None:
             states = _run(model, model.embed(ids_BT), numbers)
         else:

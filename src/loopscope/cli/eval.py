@@ -95,7 +95,7 @@ examples:
         if self.json:
             print_json(**result.to_json())
         else:
-            print_tables(_table(result))
+            print_tables(_table(result), *([_answer_table(result)] if result.scores.answers else []))
             if result.speed:
                 print_text(_chart(result))
             if result.cache is not None:
@@ -134,13 +134,28 @@ def _depth(digits: str) -> int:
     return int(digits)
 
 
+def _answer_table(result: EvaluationResult) -> Table:
+    """Accuracy over steps and loops; a row is a number of steps, so that a staircase shows what a loop does."""
+    from rich.table import Table
+
+    scores = result.scores
+    table = Table(title="right answers in %, by the steps they take and the loops run", title_justify="left")
+    for name in ("steps", "answers", *(f"{depth.k}" for depth in scores.depths)):
+        table.add_column(name, justify="right")
+    for row in scores.answers:
+        shares = (row.accuracy.get(depth.k) for depth in scores.depths)
+        table.add_row(str(row.steps), str(row.count), *("" if it is None else f"{100 * it:.0f}" for it in shares))
+    return table
+
+
 def _table(result: EvaluationResult) -> Table:
     from rich.table import Table
 
     opened, scores = result.opened, result.scores
     parts = [opened.name, opened.stage if opened.step is None else f"step {opened.step}"]
     parts += [] if opened.tokenizer is None else [f"{opened.tokenizer.kind} tokenizer"]
-    table = Table(title=", ".join([*parts, f"{scores.tokens:,} tokens"]), title_justify="left")
+    counted = "answers" if scores.answers else "tokens"
+    table = Table(title=", ".join([*parts, f"{scores.tokens:,} {counted}"]), title_justify="left")
     if (verdict := result.beyond) is not None:
         table.caption, table.caption_justify = verdict.sentence, "left"
     timed = list(dict.fromkeys(each.what for each in result.speed))

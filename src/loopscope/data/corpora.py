@@ -1,4 +1,4 @@
-"""Corpora: the built-in one, files, and Hugging Face datasets, as documents by split.
+"""Corpora: the built-in one, files, and Hugging Face datasets, as documents by split; and tasks, which have no end.
 
 `builtin` is the running interpreter's own documentation: real English, on every machine, offline.
 """
@@ -23,7 +23,8 @@ from typing import Literal
 from loopscope.config import DataConfig
 from loopscope.data.files import TextFile, find_files
 from loopscope.data.hub import open_dataset
-from loopscope.errors import DataError
+from loopscope.data.tasks import Task, is_task, open_task
+from loopscope.errors import ConfigError, DataError
 from loopscope.machine import Choice, memory_of, recall, remember
 
 Split = Literal["train", "valid", "test"]
@@ -60,6 +61,8 @@ class Corpus:
     sha256: str
     choices: tuple[Choice, ...] = ()
     """Automatic choices that were made to open it."""
+    task: Task | None = None
+    """What generates it, instead of documents."""
 
     def text(self, split: Split) -> str:
         """The documents of a split, joined with a blank line."""
@@ -101,6 +104,8 @@ def open_corpus(config: DataConfig) -> Corpus:
     A split that a source does not have is held out of its training documents by hash, unless `valid` is given: then
     nothing is held out, and a test split exists only where a source has its own.
     """
+    if any(map(is_task, (*config.data, *(config.valid or ())))):
+        return _task_corpus(config)
     sources = [_source(name, config.text_field) for name in config.data]
     others = [_source(name, config.text_field) for name in config.valid or ()]
     hold_out = config.valid is None
@@ -113,6 +118,18 @@ def open_corpus(config: DataConfig) -> Corpus:
     digest = hashlib.sha256(json.dumps([hashes, hold_out]).encode()).hexdigest()
     choices = tuple(choice for source in (*sources, *others) for choice in source.choices)
     return Corpus(" + ".join(config.data), documents, digest, choices)
+
+
+def _task_corpus(config: DataConfig) -> Corpus:
+    """A task, whose splits are its own; it stands alone, since text of other kinds has no steps."""
+    if len(config.data) > 1 or config.valid not in (None, config.data):
+        others = [name for name in (*config.data, *(config.valid or ())) if not is_task(name)]
+        beside = f"{others[0]} beside it" if others else "two of them"
+        raise ConfigError.of(
+            "data", config.data, f"a task brings its own validation text and stands alone, not {beside}"
+        )
+    task = open_task(config.data[0])
+    return Corpus(task.word, {}, task.sha256, task=task)
 
 
 def builtin_corpus() -> Corpus:

@@ -22,11 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from loopscope.data.tasks import is_task, open_task
 from loopscope.errors import DataError, UnsupportedError
 from loopscope.files import in_bytes, open_file
 
 KINDS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".zst")
+MOST_FIELDS = 20
+"""Names of a record that an error shows."""
 CHUNK = 1 << 17
 """Compressed bytes read at once."""
 ZSTD_STEP = 1 << 10
@@ -134,7 +137,9 @@ class TextFile:
 def check_sources(names: Iterable[str]) -> None:
     """Refuse sources that name no file that can be read, without reading any; no torch is needed for that."""
     for name in names:
-        if name != "builtin" and not name.startswith("hf:"):
+        if is_task(name):
+            open_task(name)
+        elif name != "builtin" and not name.startswith("hf:"):
             for path in _named_paths(name):
                 with _told(path):
                     open_file(path).close()
@@ -158,7 +163,9 @@ def _named_paths(pattern: str) -> list[Path]:
         if not found:
             raise DataError(f"no file matches {pattern}")
     else:
-        raise DataError(f"no such file: {pattern}; a source is builtin, a file or glob, or hf:DATASET[:CONFIG]")
+        raise DataError(
+            f"no such file: {pattern}; a source is builtin, a file or glob, hf:DATASET[:CONFIG], or task:NAME"
+        )
     for match in found:
         if _kind_of(match)[0] not in KINDS:
             raise DataError(f"{match}: only {', '.join(KINDS)} can be read, each also with .gz or .zst added")
@@ -299,7 +306,8 @@ def _too_long(place: str) -> DataError:
 
 
 def _no_field(field: str, names: list[str], place: str) -> DataError:
-    found = ", ".join(map(repr, names)) or "no fields"
+    found = ", ".join(map(repr, names[:MOST_FIELDS])) or "no fields"
+    found += f" and {len(names) - MOST_FIELDS:,} more" if len(names) > MOST_FIELDS else ""
     return DataError(f"{place}: no field {field!r}; it has {found} (flag --text-field)")
 
 

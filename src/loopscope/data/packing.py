@@ -27,11 +27,11 @@ import numpy as np
 from loopscope.data.corpora import Corpus, Split, joined
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import DataError
-from loopscope.files import MOST_JSON_BYTES, open_file, read_text
+from loopscope.files import MOST_JSON_BYTES, Form, first_misfit, open_file, read_text
 from loopscope.machine import cache_folder
 from loopscope.runs import sync_folder
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SHARD_TOKENS = 1 << 27
 """Tokens of a full shard."""
 BATCH_CHARACTERS = 1 << 20
@@ -39,6 +39,18 @@ BATCH_CHARACTERS = 1 << 20
 READ_TOKENS = 1 << 20
 """Tokens read at once when bytes are counted."""
 MANIFEST_FILE = "manifest.json"
+MANIFEST_FORM: Form = {
+    "sha256": str,
+    "dtype": str,
+    "tokens": int,
+    "documents": int,
+    "bytes": int,
+    "shards": [{"file": str, "sha256": str, "tokens": int}],
+    "token_bytes": {"file": str, "sha256": str},
+    "byte_exceptions": {"file": str, "sha256": str},
+}
+"""What whoever reads the tokens relies on."""
+TOKEN_TYPES = ("<u2", "<u4")
 EXCEPTION = np.dtype("<i8")
 
 OnProgress = Callable[[int, int], None]
@@ -133,11 +145,29 @@ def _intact(folder: Path) -> PackedTokens | None:
     """The packed tokens in a folder; None when there are none, or when a file is not as its checksum says."""
     try:
         manifest = json.loads(read_text(folder / MANIFEST_FILE, MOST_JSON_BYTES))
-        files = [*manifest["shards"], manifest["token_bytes"], manifest["byte_exceptions"]]
-        intact = all(_digest(folder / entry["file"]) == entry["sha256"] for entry in files)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        whole = first_misfit(manifest, MANIFEST_FORM) is None and _fits(folder, manifest)
+    except (OSError, ValueError, RecursionError):
         return None
-    return PackedTokens(folder, manifest) if intact else None
+    return PackedTokens(folder, manifest) if whole else None
+
+
+def _fits(folder: Path, manifest: dict[str, Any]) -> bool:
+    """Whether the manifest is as it was written, and every file what it says."""
+    shards, dtype = manifest["shards"], manifest["dtype"]
+    files = [*shards, manifest["token_bytes"], manifest["byte_exceptions"]]
+    if manifest["sha256"] != _manifest_digest(manifest) or dtype not in TOKEN_TYPES:
+        return False
+    if any(Path(entry["file"]).name != entry["file"] for entry in files):
+        return False
+    sizes = [(folder / shard["file"]).stat().st_size // np.dtype(dtype).itemsize for shard in shards]
+    counted = sizes == [shard["tokens"] for shard in shards] and sum(sizes) == manifest["tokens"]
+    return counted and all(_digest(folder / entry["file"]) == entry["sha256"] for entry in files)
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    """SHA-256 of everything else in it: a flipped digit of a count is noticed too."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _build(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_progress: OnProgress) -> PackedTokens:
@@ -182,6 +212,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_
         "tokenizer_sha256": tokenizer.fingerprint,
         **writer.manifest(),
     }
+    manifest["sha256"] = _manifest_digest(manifest)
     with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
         file.write(json.dumps(manifest, indent=2) + "\n")
         file.flush()
@@ -199,7 +230,7 @@ class _Writer:
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.documents = self.tokens = self.bytes = 0
         self._folder = folder
-        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._dtype = np.dtype(TOKEN_TYPES[vocab_size > 1 << 16])
         self._bytes_V = np.full(vocab_size, -1, dtype=EXCEPTION)
         self._exceptions = _HashedFile(folder / "byte-exceptions.bin")
         self._shards: list[_HashedFile] = []

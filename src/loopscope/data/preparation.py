@@ -10,8 +10,11 @@ from typing import Any
 
 from loopscope.config import Config, DataConfig
 from loopscope.data.corpora import Corpus, Split, open_corpus
-from loopscope.data.packing import PackedTokens, pack
+from loopscope.data.packing import pack
+from loopscope.data.stream import SplitTokens
+from loopscope.data.tasks import TaskText
 from loopscope.data.tokenizers import MANIFEST_FILE, Tokenizer, check_vocabulary, fit_tokenizer, load_tokenizer
+from loopscope.errors import DataError
 
 Say = Callable[[str], None]
 REPORT_SECONDS = 5.0
@@ -24,18 +27,19 @@ class Prepared:
 
     corpus: Corpus
     tokenizer: Tokenizer
-    train: PackedTokens
-    valid: PackedTokens
+    train: SplitTokens
+    valid: SplitTokens
 
     def manifest(self) -> dict[str, Any]:
         """What a run's manifest keeps of its data."""
+        endless = self.corpus.task is not None
         return {
             "corpus": self.corpus.name,
             "corpus_sha256": self.corpus.sha256,
             "tokenizer": self.tokenizer.kind,
             "tokenizer_sha256": self.tokenizer.fingerprint,
-            "tokens": {"train": len(self.train), "valid": len(self.valid)},
-            "bytes": {"train": self.train.num_bytes, "valid": self.valid.num_bytes},
+            "tokens": {"train": None if endless else len(self.train), "valid": len(self.valid)},
+            "bytes": {"train": None if endless else self.train.num_bytes, "valid": self.valid.num_bytes},
         }
 
 
@@ -47,8 +51,10 @@ def prepare(config: Config, tokenizer_folder: Path, say: Say) -> Prepared:
     return Prepared(corpus, tokenizer, train, valid)
 
 
-def pack_split(corpus: Corpus, split: Split, tokenizer: Tokenizer, say: Say) -> PackedTokens:
-    """The packed tokens of a split, telling about progress where it takes long."""
+def pack_split(corpus: Corpus, split: Split, tokenizer: Tokenizer, say: Say) -> SplitTokens:
+    """The packed tokens of a split, telling about progress where it takes long; a task is never packed."""
+    if corpus.task is not None:
+        return TaskText(corpus.task, split, symbol_ids(corpus, tokenizer))
     told = time.monotonic()
 
     def on_progress(documents: int, tokens: int) -> None:
@@ -60,8 +66,20 @@ def pack_split(corpus: Corpus, split: Split, tokenizer: Tokenizer, say: Say) -> 
     return pack(corpus, split, tokenizer, on_progress=on_progress)
 
 
-def evaluation_tokens(sources: tuple[str, ...], text_field: str, tokenizer: Tokenizer, say: Say) -> PackedTokens:
-    """Other text, all of it, in a run's tokens."""
+def symbol_ids(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, int]:
+    """The token of every symbol of a task, each its own."""
+    assert corpus.task is not None
+    ids = {symbol: tokenizer.encode(symbol) for symbol in corpus.task.symbols}
+    if any(len(tokens) != 1 for tokens in ids.values()) or len({tokens[0] for tokens in ids.values()}) < len(ids):
+        raise DataError(
+            f"{corpus.name} needs a token of its own for each of its symbols, which the tokenizer ({tokenizer.kind}) "
+            "does not have; bytes and byte-level ones do"
+        )
+    return {symbol: tokens[0] for symbol, tokens in ids.items()}
+
+
+def evaluation_tokens(sources: tuple[str, ...], text_field: str, tokenizer: Tokenizer, say: Say) -> SplitTokens:
+    """Other text, all of it, in a run's tokens; of a task its validation split, which no training reads."""
     return pack_split(evaluation_corpus(sources, text_field), "valid", tokenizer, say)
 
 
@@ -76,8 +94,12 @@ def _tokenizer(config: Config, corpus: Corpus, folder: Path, say: Say) -> Tokeni
         tokenizer = load_tokenizer(folder)
         check_vocabulary(tokenizer, vocab_size)
         return tokenizer
-    if config.data.tokenizer in ("bpe", "word"):
-        say(f"training the {config.data.tokenizer} tokenizer on the training split")
-    tokenizer = fit_tokenizer(config.data.tokenizer, corpus.documents["train"], vocab_size)
+    name = config.data.tokenizer
+    if corpus.task is not None and name in ("bpe", "word"):
+        say(f"{corpus.name} is read in bytes: it has few symbols, and each is a token")
+        name = "bytes"
+    if name in ("bpe", "word"):
+        say(f"training the {name} tokenizer on the training split")
+    tokenizer = fit_tokenizer(name, corpus.documents.get("train", ()), vocab_size)
     tokenizer.save(folder)
     return tokenizer

@@ -16,23 +16,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loopscope.config import DataConfig
 from loopscope.data.packing import READ_TOKENS, PackedTokens, pack
+from loopscope.data.tasks import HELD_OUT_INSTANCES, Rows, TaskText
 from loopscope.errors import ConfigError, DataError
 from loopscope.machine import cache_folder
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 
 __all__ = [
     "PackedTokens",
+    "SplitTokens",
+    "TaskStream",
     "Tokens",
     "TrainingStream",
+    "answer_batches",
     "cache_folder",
     "covered_bytes",
     "evaluation_batches",
     "pack",
     "permuted",
+    "training_stream",
     "unigram_cross_entropy",
 ]
 
+SplitTokens = PackedTokens | TaskText
+"""A split in the tokens of a run: packed text, or a task, which is generated as it is read."""
 ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
@@ -82,12 +90,7 @@ class TrainingStream:
 
         Ranks, and within them micro-batches, take consecutive rows: put together they are the batch of one process.
         """
-        parts = world_size * accumulate
-        if self.batch_size % parts:
-            why = f"must be a multiple of {world_size} processes × {accumulate} micro-batches"
-            raise ConfigError.of("batch", self.batch_size, why)
-        rows = self.batch_size // parts
-        first = step * self.batch_size + (rank * accumulate + micro) * rows
+        first, rows = _share(self.batch_size, step, rank, world_size, micro, accumulate)
         return _as_batch([self.tokens[start : start + self.length + 1] for start in self._starts(first, rows)])
 
     def _starts(self, first: int, rows: int) -> list[int]:
@@ -95,6 +98,46 @@ class TrainingStream:
         epochs_R, index_R = np.divmod(positions_R, self.windows)
         windows_R = permuted(index_R, self.windows, self.seed, epochs_R)
         return [int(window) * self.stride for window in windows_R]
+
+
+@dataclass(frozen=True)
+class TaskStream:
+    """Batches of a task's training instances: no epochs, since there is no end; the order depends on the seed alone.
+
+    Only answers are targets. The text before them is drawn at random, and learning to predict it teaches nothing.
+    """
+
+    text: TaskText
+    batch_size: int
+    """Instances of a step, over all ranks and micro-batches."""
+    seed: int
+    curriculum: int | None = None
+    """Training steps after which answers may take one step more, from one on; None: any number from the start.
+
+    A function of the step alone, so that a resumed run sees what it would have seen.
+    """
+
+    def batch(
+        self, step: int, rank: int = 0, world_size: int = 1, micro: int = 0, accumulate: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """(ids_BT, targets_BT) of one rank's micro-batch of a step, counted from 0; rows as in `TrainingStream`."""
+        first, rows = _share(self.batch_size, step, rank, world_size, micro, accumulate)
+        most_steps = self.text.task.most_steps
+        if self.curriculum is not None:
+            most_steps = min(most_steps, 1 + step // self.curriculum)
+        ids_BT, targets_BT, _ = _answers(self.text.training_rows(self.seed, first, rows, most_steps))
+        return ids_BT, targets_BT
+
+
+def training_stream(
+    tokens: Tokens | TaskText, length: int, batch_size: int, seed: int, data: DataConfig | None = None
+) -> TrainingStream | TaskStream:
+    """Training batches of `length` tokens, at the stride that `data` says; of a task an instance a row."""
+    data = data or DataConfig()
+    if isinstance(tokens, TaskText):
+        _check_room(tokens, length)
+        return TaskStream(tokens, batch_size, seed, data.curriculum)
+    return TrainingStream(tokens, length, data.stride or length, batch_size, seed)
 
 
 def permuted(index_R: np.ndarray, size: int, seed: int, epochs_R: np.ndarray) -> np.ndarray:
@@ -113,12 +156,16 @@ def permuted(index_R: np.ndarray, size: int, seed: int, epochs_R: np.ndarray) ->
 
 
 def evaluation_batches(
-    tokens: Tokens, length: int, batch_size: int, max_tokens: int | None = None
+    tokens: Tokens | TaskText, length: int, batch_size: int, max_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(ids_BT, targets_BT) in which each token but the first is a target exactly once, up to `max_tokens` targets.
 
-    Windows do not overlap. The last one is filled up with id 0 and target IGNORE_INDEX.
+    Windows do not overlap. The last one is filled up with id 0 and target IGNORE_INDEX. Of a task a row is an instance,
+    and only answers are targets.
     """
+    if isinstance(tokens, TaskText):
+        yield from ((ids, targets) for ids, targets, _ in answer_batches(tokens, length, batch_size, max_tokens))
+        return
     count = _num_targets(tokens, max_tokens)
     for first in range(0, count, length * batch_size):
         starts = range(first, min(first + length * batch_size, count), length)
@@ -128,19 +175,39 @@ def evaluation_batches(
         yield torch.from_numpy(ids_BT), torch.from_numpy(targets_BT)
 
 
-def covered_bytes(tokens: PackedTokens, max_tokens: int | None = None) -> int:
+def answer_batches(
+    text: TaskText, length: int, batch_size: int, max_tokens: int | None = None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(ids_BT, targets_BT, steps_BT) of a task's held-out instances; steps are 0 where the target is no answer.
+
+    `max_tokens` counts the tokens of text, as it does of any other text, not the answers among them.
+    """
+    _check_room(text, length)
+    for rows in text.batches(batch_size, max_tokens):
+        yield _answers(rows)
+
+
+def covered_bytes(tokens: SplitTokens, max_tokens: int | None = None) -> int:
     """UTF-8 bytes of text behind the targets of `evaluation_batches`: bits per byte = total nats / ln 2 / this."""
+    if isinstance(tokens, TaskText):
+        return sum(int((rows.steps_RT > 0).sum()) for rows in tokens.batches(1, max_tokens))  # an answer is a byte
     return tokens.bytes_between(1, 1 + _num_targets(tokens, max_tokens))
 
 
-def unigram_cross_entropy(train: Tokens, text: Tokens, vocab_size: int, max_tokens: int | None = None) -> float:
+def unigram_cross_entropy(
+    train: SplitTokens | Tokens, text: SplitTokens | Tokens, vocab_size: int, max_tokens: int | None = None
+) -> float:
     """Nats per target of `evaluation_batches` of a model that knows how often each token occurs in the training text.
 
     p(v) = (count of v + 1)/(number of tokens + V): one more of each, so that a token nobody has seen costs a finite
     amount. A model that is not better than this has not learned to read what stands before a token.
     """
-    seen_V = 1.0 + _counts(train, 0, len(train), vocab_size)
-    asked_V = _counts(text, 1, 1 + _num_targets(text, max_tokens), vocab_size)
+    if isinstance(train, TaskText) or isinstance(text, TaskText):
+        assert isinstance(train, TaskText) and isinstance(text, TaskText), "a task stands alone"
+        seen_V, asked_V = 1.0 + _answer_counts(train, vocab_size), _answer_counts(text, vocab_size, max_tokens)
+    else:
+        seen_V = 1.0 + _counts(train, 0, len(train), vocab_size)
+        asked_V = _counts(text, 1, 1 + _num_targets(text, max_tokens), vocab_size)
     return float(asked_V @ -np.log(seen_V / seen_V.sum()) / asked_V.sum())
 
 
@@ -150,6 +217,38 @@ def _counts(tokens: Tokens, start: int, stop: int, vocab_size: int) -> np.ndarra
     for first in range(start, stop, READ_TOKENS):
         counts_V += np.bincount(tokens[first : min(first + READ_TOKENS, stop)], minlength=vocab_size)
     return counts_V
+
+
+def _answer_counts(text: TaskText, vocab_size: int, max_tokens: int | None = None) -> np.ndarray:
+    """How often each id is an answer of a task; of its training split, among as many instances as are held out."""
+    counts_V = np.zeros(vocab_size)
+    for rows in text.batches(HELD_OUT_INSTANCES, max_tokens):
+        counts_V += np.bincount(rows.ids_RT[rows.steps_RT > 0], minlength=vocab_size)
+    return counts_V
+
+
+def _share(batch_size: int, step: int, rank: int, world_size: int, micro: int, accumulate: int) -> tuple[int, int]:
+    """The first row of one rank's micro-batch, counted over all steps, and how many rows it has."""
+    parts = world_size * accumulate
+    if batch_size % parts:
+        why = f"must be a multiple of {world_size} processes × {accumulate} micro-batches"
+        raise ConfigError.of("batch", batch_size, why)
+    rows = batch_size // parts
+    return step * batch_size + (rank * accumulate + micro) * rows, rows
+
+
+def _answers(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, the next ids where they are answers, and the steps that those take."""
+    ids_RT, steps_RT = torch.from_numpy(rows.ids_RT), torch.from_numpy(rows.steps_RT)[:, 1:].contiguous()
+    targets_RT = torch.where(steps_RT > 0, ids_RT[:, 1:], IGNORE_INDEX)
+    return ids_RT[:, :-1].contiguous(), targets_RT, steps_RT
+
+
+def _check_room(text: TaskText, length: int) -> None:
+    """An instance without its last character, which nothing follows, must fit into a sequence."""
+    if length < text.task.length - 1:
+        why = f"is too short for an instance of {text.task.word}, which has {text.task.length - 1} tokens"
+        raise ConfigError.of("sequence_length", length, why)
 
 
 def _num_targets(tokens: Tokens, max_tokens: int | None) -> int:

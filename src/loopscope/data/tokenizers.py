@@ -37,6 +37,8 @@ KINDS = ("bytes", "bpe", "word")
 SCHEMA_VERSION = 1
 MOST_TOKENIZER_BYTES = 256 << 20
 """Largest tokenizer.json that is read; those of 260,000 tokens have 35 MB."""
+MOST_IDS = 1 << 24
+"""Ids of a tokenizer that is read; the largest in use have 260,000, and tables as long as the largest id are made."""
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "tokenizer-manifest.json"
 
 
@@ -189,6 +191,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # the library raises nothing more specific
         raise DataError(f"{path} is not a tokenizer.json: {first_line(error)}") from None
+    if tokenizer.vocab_size > MOST_IDS:
+        raise DataError(f"{path} has the token id {tokenizer.vocab_size - 1:,}; ids are below {MOST_IDS:,}")
     return tokenizer
 
 

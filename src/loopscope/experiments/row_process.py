@@ -40,7 +40,7 @@ from loopscope.runs import RunFolder, folder_written_whole, write_json
 from loopscope.scores import Evaluation
 
 if TYPE_CHECKING:
-    from loopscope.data.packing import PackedTokens
+    from loopscope.data.stream import SplitTokens
     from loopscope.targets import Opened
     from loopscope.training.trainer import Trainer
     from loopscope.verbs.training import TrainingResult
@@ -187,7 +187,7 @@ def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
     write_json(run.path / "eval.json", result.to_json())
 
 
-def _splits(spec: RowSpec, opened: Opened) -> Iterator[tuple[str, PackedTokens]]:
+def _splits(spec: RowSpec, opened: Opened) -> Iterator[tuple[str, SplitTokens]]:
     """Validation text, and test text: what was asked for, else the corpus's own or held-out test split, if any."""
     from loopscope.verbs.text import tokens_for
 

@@ -50,6 +50,11 @@ RESUMED_FORM: Form = {
     "monitor": {"start": (*NUMBER, NULL), "since": (int, NULL), "recent": [[NUMBER]], "raised": [str]},
 }
 """What it also has where a run is to go on from it."""
+SLOTS: dict[type[torch.optim.Optimizer], set[str]] = {
+    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
+    torch.optim.Muon: {"momentum_buffer"},
+}
+"""What an optimiser keeps of every parameter: as many numbers as the parameter has, and the count of its steps."""
 MODEL, OPTIMIZER = "model/", "optimizer/"
 """Prefixes of the two kinds of tensors in a sharded checkpoint."""
 
@@ -267,7 +272,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Ten
 
 
 def load_optimizer_tensors(model: nn.Module, optimizers: Optimizers, tensors: dict[str, Tensor]) -> None:
-    """Put the state back where `optimizer_tensors` took it from."""
+    """Put the state back where `optimizer_tensors` took it from; a ValueError names what does not fit there."""
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, slot = key.rsplit("/", 1)
@@ -276,7 +281,12 @@ def load_optimizer_tensors(model: nn.Module, optimizers: Optimizers, tensors: di
     for part in optimizers.parts:
         owned = {id(parameter) for group in part.param_groups for parameter in group["params"]}
         for name, slots in by_parameter.items():
+            if name not in parameters:
+                raise ValueError(f"the optimiser's state is about {name!r}, which the model does not have")
             if id(parameters[name]) in owned:
+                shapes = {value.shape for slot, value in slots.items() if slot != "step"}
+                if slots.keys() != SLOTS[type(part)] or shapes != {parameters[name].shape}:
+                    raise ValueError(f"the optimiser's state of {name} is incomplete or of another shape")
                 part.state[parameters[name]] = {
                     slot: value if slot == "step" else _spread_like(parameters[name], value)
                     for slot, value in slots.items()

@@ -5,6 +5,7 @@ Shape legend: B batch, T tokens, N = B·T, K loops, D width.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from loopscope.errors import DataError
 from loopscope.objectives.cross_entropy import IGNORE_INDEX, logits_cross_entropy, multi_readout_cross_entropy
 from loopscope.protocol import LinearReadout, LoopedModel, LoopTrace, run_loops
-from loopscope.scores import Depth, Split
+from loopscope.scores import Answers, Depth, Split
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,27 @@ def evaluate_depths(
         raise DataError("there is no text to evaluate on")
     rows = zip((ce_K / tokens).tolist(), (norm_K / tokens).tolist(), strict=True)
     return Split([Depth(k, ce, norm) for k, (ce, norm) in enumerate(rows, start=1)], tokens)
+
+
+def score_answers(
+    model: LoopedModel, batches: Iterable[tuple[Tensor, Tensor, Tensor]], num_loops: int
+) -> list[Answers]:
+    """By the steps that answers take, the share of them whose likeliest token is right after each of `num_loops` loops.
+
+    `batches` are (ids_BT, targets_BT, steps_BT), steps being 0 where the target is no answer.
+    """
+    counts: Counter[int] = Counter()
+    right: Counter[tuple[int, int]] = Counter()
+    for ids_BT, targets_BT, steps_BT in batches:
+        trace = run_loops(model, ids_BT, num_loops=num_loops)
+        answers_BT = steps_BT > 0
+        steps = steps_BT[answers_BT].tolist()
+        counts.update(steps)
+        for k in range(1, num_loops + 1):
+            hits_BT = model.readout(trace.states[k], k).argmax(-1) == targets_BT
+            for needed, hit in zip(steps, hits_BT[answers_BT].tolist(), strict=True):
+                right[needed, k] += hit
+    return [
+        Answers(steps, count, {k: right[steps, k] / count for k in range(1, num_loops + 1)})
+        for steps, count in sorted(counts.items())
+    ]

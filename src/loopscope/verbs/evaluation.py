@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from loopscope.auditing.activity import loop_activity
 from loopscope.config import MOST_LOOPS
-from loopscope.data.packing import PackedTokens
-from loopscope.data.stream import covered_bytes, evaluation_batches
+from loopscope.data.stream import SplitTokens, answer_batches, covered_bytes, evaluation_batches
+from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.files import read_as
 from loopscope.inference.policy_costs import policy_costs
@@ -27,7 +27,7 @@ from loopscope.runs import write_json
 from loopscope.scores import Beyond, CacheTable, Evaluation, Split, Timing, beyond
 from loopscope.targets import Batch, Opened, open_target
 from loopscope.training.plan import check_logits
-from loopscope.training.scores import evaluate_depths, score_batch
+from loopscope.training.scores import evaluate_depths, score_answers, score_batch
 from loopscope.training.session import set_up
 from loopscope.verbs.text import Say, other_text_of, tokens_for, with_tokenizer
 
@@ -143,6 +143,8 @@ def evaluate(
         pairs = _pairs(opened.batches)
     else:
         tokens = tokens_for(opened, data, say)
+        if cached is not None and isinstance(tokens, TaskText):
+            raise ConfigError.of("cache_policies", True, f"compares them on text, and {tokens.task.word} is a task")
         if data is None and other_text_of(opened, tokens) is not None:
             text = f"{tokens.manifest['corpus']}, changed since training"
         at_once = min(batch * length, max_tokens or len(tokens), len(tokens))
@@ -166,7 +168,7 @@ def evaluate(
 
 def score_tokens(
     model: LoopedModel,
-    tokens: PackedTokens,
+    tokens: SplitTokens,
     num_loops: int,
     length: int,
     *,
@@ -174,7 +176,7 @@ def score_tokens(
     max_tokens: int | None = None,
     progress: OnProgress = lambda what, share: None,
 ) -> Split:
-    """Scores of packed text after each of `num_loops` loops."""
+    """Scores of packed text after each of `num_loops` loops; of a task also which answers are right."""
     count = min(len(tokens) - 1, max_tokens or len(tokens))
 
     def followed() -> Iterator[tuple[Tensor, Tensor]]:
@@ -184,8 +186,16 @@ def score_tokens(
             done = min(done + ids_BT.numel(), count)
             progress(f"{done:,} of {count:,} tokens", done / count)
 
-    batches = followed()
-    return _depth_scores(model, batches, num_loops).with_bytes(covered_bytes(tokens, max_tokens))
+    scores = _depth_scores(model, followed(), num_loops).with_bytes(covered_bytes(tokens, max_tokens))
+    if not isinstance(tokens, TaskText):
+        return scores
+    device = set_up().device
+    moved = (
+        (ids_BT.to(device), targets_BT.to(device), steps_BT.to(device))
+        for ids_BT, targets_BT, steps_BT in answer_batches(tokens, length, batch, max_tokens)
+    )
+    with torch.no_grad():
+        return replace(scores, answers=score_answers(model, moved, num_loops))
 
 
 def throughput(model: LoopedModel, vocab_size: int, length: int) -> dict[int, float]:
@@ -221,7 +231,7 @@ def _windows(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     ids: list[Tensor] = []
     targets: list[Tensor] = []
     for ids_BT, targets_BT in pairs:
-        full_B = (targets_BT != IGNORE_INDEX).all(1)
+        full_B = targets_BT[:, -1] != IGNORE_INDEX  # what is filled up is filled up at its end
         if ids and ids_BT.shape[1] != ids[0].shape[1]:
             break
         ids.append(ids_BT[full_B])

@@ -17,7 +17,8 @@ from loopscope.auditing.result import AuditResult
 from loopscope.auditing.trial import Recipe, Size, TrialObjective, size_along, trainable
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.data.preparation import prepare
-from loopscope.data.stream import Tokens, TrainingStream
+from loopscope.data.stream import Tokens, training_stream
+from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, suggest
 from loopscope.objectives.terms import Term, terms_of
 from loopscope.protocol import LoopedModel
@@ -102,7 +103,7 @@ def training_text(
     config = opened.config
     if opened.tokenizer is None and config is not None and opened.batches is None:
         if data is not None:
-            config = replace(config, data=replace(config.data, data=tuple(data), valid=None))
+            config = replace(config, data=replace(config.data, data=tuple(data), valid=None, curriculum=None))
         with tempfile.TemporaryDirectory() as folder:
             return None, _stream(prepare(config, Path(folder), say).train, opened, seed)
     if opened.tokenizer is not None:
@@ -114,10 +115,10 @@ def training_text(
     return "pushed on random token ids, since there is no tokenizer: its costs mean little", _random(opened, seed)
 
 
-def _stream(tokens: Tokens, opened: Opened, seed: int) -> Iterator[Batch]:
+def _stream(tokens: Tokens | TaskText, opened: Opened, seed: int) -> Iterator[Batch]:
     length = opened.sequence_length
     batch = USUAL_BATCH if opened.config is None else opened.config.training.batch
-    stream = TrainingStream(tokens, length, length, batch, seed)
+    stream = training_stream(tokens, length, batch, seed)
     return (stream.batch(step) for step in count())
 
 

@@ -231,7 +231,9 @@ def _config(opened: Opened, data: Sequence[str] | None) -> Config:
     """The configuration that a target was trained with, or a usual one around somebody else's model."""
     if opened.config is not None:
         config = opened.config
-        return config if data is None else replace(config, data=replace(config.data, data=tuple(data), valid=None))
+        if data is None:
+            return config
+        return replace(config, data=replace(config.data, data=tuple(data), valid=None, curriculum=None))
     return Config(
         model=target_config(opened),
         objective=opened.objective or ObjectiveConfig(),
@@ -248,6 +250,7 @@ def remedied(config: Config, how: How, steps: int, lr: float | None) -> Config:
     """The configuration with the fix, so many steps, perhaps another learning rate, and nothing else changed."""
     training = replace(config.training, steps=steps, lr=lr or config.training.lr)
     training = replace(training, warmup=min(training.warmup, steps))
+    config = replace(config, data=replace(config.data, curriculum=None))  # the model has been through that
     if how == "penalty":
         objective = replace(config.objective, norm_penalty=PAPER_PENALTY)
         return replace(config, objective=objective, training=training)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from loopscope.data.corpora import Split, open_corpus
-from loopscope.data.packing import PackedTokens
 from loopscope.data.preparation import evaluation_tokens, pack_split
+from loopscope.data.stream import SplitTokens
 from loopscope.data.tokenizers import fit_tokenizer
 from loopscope.errors import ConfigError
 from loopscope.targets import Opened
@@ -27,7 +27,7 @@ def with_tokenizer(opened: Opened, tokenizer: str | None) -> Opened:
     return replace(opened, tokenizer=fit_tokenizer(tokenizer, (), opened.vocab_size))
 
 
-def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Split = "valid") -> PackedTokens:
+def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Split = "valid") -> SplitTokens:
     """The text of `data`, all of it, or a split of the target's own text, in the target's tokens."""
     if opened.tokenizer is None:
         raise ConfigError(
@@ -45,7 +45,7 @@ def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Spli
     return tokens
 
 
-def other_text_of(opened: Opened, tokens: PackedTokens) -> str | None:
+def other_text_of(opened: Opened, tokens: SplitTokens) -> str | None:
     """The hash of the text a run was trained on, where its sources now hold another; None where they do not."""
     if opened.run is None or opened.config is None or opened.data != opened.run.config().data:
         return None

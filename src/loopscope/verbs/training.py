@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from loopscope.config import Config, ModelConfig, TargetConfig
 from loopscope.data.preparation import Prepared, prepare
-from loopscope.data.stream import TrainingStream, evaluation_batches
+from loopscope.data.stream import evaluation_batches, training_stream
 from loopscope.data.tokenizers import MANIFEST_FILE
 from loopscope.errors import ConfigError, ProtocolError, RunError
 from loopscope.files import NULL, NUMBER, Form, first_misfit
@@ -215,7 +215,7 @@ def _make_trainer(
     model: nn.Module, config: Config, run: RunFolder, setup: Setup, ranks: Ranks, data: Prepared
 ) -> Trainer:
     length, training = config.sequence_length, config.training
-    stream = TrainingStream(data.train, length, config.data.stride or length, training.batch, training.seed)
+    stream = training_stream(data.train, length, training.batch, training.seed, config.data)
     micro = max(1, training.batch // training.accumulate // ranks.world_size)
 
     def valid() -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,213 @@
+"""Text that needs depth: tasks whose every answer says how many sequential steps it takes to find.
+
+A task is generated, seeded and endless. `task:hops` is pointer chasing: an array of pointers, then questions that
+start somewhere in it and are answered with where the pointers lead. Nothing in the text gives a shorter way, so a
+model that follows one pointer a loop is right after as many loops as there are steps, and not before.
+
+An instance belongs to a split by the hash of what was asked, so no split shares one with another, whatever seeds drew
+them. Further tasks are one class and one line in TASKS.
+
+Shape legend: R rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from loopscope.errors import ConfigError, DataError, suggest
+
+Split = Literal["train", "valid", "test"]
+
+PREFIX = "task:"
+FORMAT = 1
+"""Counts up when instances change their meaning; when only their text changes, the hash says so by itself."""
+HELD_OUT_INSTANCES = 1024
+"""Instances of the validation split, and of the test split."""
+MOST_DRAWS = 10_000
+"""Draws until an instance belongs to a split; every eighth does where there are many of them."""
+HASHED_INSTANCES = 64
+"""Instances of every split that go into the hash of a task: enough to notice a generator that draws otherwise."""
+BUCKETS: dict[Split, range] = {"train": range(192), "valid": range(192, 224), "test": range(224, 256)}
+"""First byte of an instance's hash → its split."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A piece of text with answers in it."""
+
+    text: str
+    steps: tuple[int, ...]
+    """For each character the sequential steps that it takes to find it as an answer; 0 where it is none."""
+    asked: str
+    """What makes it this instance and no other: two that share it are never in different splits."""
+
+    @property
+    def split(self) -> Split:
+        """The split it belongs to, wherever it was drawn."""
+        bucket = hashlib.sha256(self.asked.encode()).digest()[0]
+        return next(split for split, buckets in BUCKETS.items() if bucket in buckets)
+
+
+class Task(ABC):
+    """Instances of one length, drawn at random."""
+
+    name: ClassVar[str]
+    symbols: ClassVar[str]
+    """Every character that it writes; each is one token."""
+    length: ClassVar[int]
+    """Characters of an instance."""
+    limit: ClassVar[int]
+    """The most steps that an answer can be asked to take."""
+
+    def __init__(self, most_steps: int | None = None) -> None:
+        self.most_steps = self.limit if most_steps is None else most_steps
+
+    @property
+    def word(self) -> str:
+        """What names it in `data`."""
+        return PREFIX + self.name + ("" if self.most_steps == self.limit else f":{self.most_steps}")
+
+    @abstractmethod
+    def draw(self, rng: random.Random, most_steps: int) -> Instance:
+        """An instance whose answers take 1 … `most_steps` steps, a function of what the generator gives."""
+
+    def instance(self, split: Split, seed: int, index: int, most_steps: int | None = None) -> Instance:
+        """Instance `index` of an endless row of them: drawn until one belongs to the split."""
+        rng = random.Random(f"{FORMAT} {self.name} {split} {seed} {index}")
+        for _ in range(MOST_DRAWS):
+            if (drawn := self.draw(rng, most_steps or self.most_steps)).split == split:
+                return drawn
+        raise DataError(f"{self.word} has too few instances: none of {MOST_DRAWS:,} belongs to the {split} split")
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of its name, its steps, and the first instances of every split as they come out here."""
+        parts = [f"{FORMAT} {self.word} {HELD_OUT_INSTANCES}"]
+        for split in BUCKETS:
+            parts += [self.instance(split, 0, index).text for index in range(HASHED_INSTANCES)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+class Hops(Task):
+    """Pointer chasing: 32 cells named a … z, A … F, then four questions.
+
+        aFchCqgBejtamnrpdrsDyvomAzliEDuf kD wr xm ba
+
+    The i-th character names the cell that the i-th cell points to. ` xm` asks where one ends who sets out from x: x
+    points to m, and m to itself. An answer takes as many steps as pointers are followed until a cell points to itself;
+    ` kD` takes two, ` ba` fifteen.
+
+    Each question has a path of its own, so that an earlier answer is of no use to a later one. All other cells point to
+    themselves, and at least eight are left to: guessing an end does not pay. One question is uniform over 1 … most
+    steps, the others over what room is left, so short paths are commoner.
+    """
+
+    name = "hops"
+    cells: ClassVar[str] = "abcdefghijklmnopqrstuvwxyzABCDEF"
+    questions: ClassVar[int] = 4
+    spare: ClassVar[int] = 8
+    """Cells that no path may use."""
+    symbols = cells + " "
+    length = len(cells) + 3 * questions
+    limit = 16
+
+    def draw(self, rng: random.Random, most_steps: int) -> Instance:
+        order = list(self.cells)
+        rng.shuffle(order)
+        points_to = {cell: cell for cell in self.cells}
+        asked: list[tuple[str, str, int]] = []
+        used = 0
+        for others in reversed(range(self.questions)):
+            room = len(order) - self.spare - used - 2 * others  # the shortest path has two cells
+            steps = rng.randint(1, min(most_steps, room - 1))
+            path = order[used : used + steps + 1]
+            points_to |= dict(pairwise(path))
+            asked.append((path[0], path[-1], steps))
+            used += len(path)
+        rng.shuffle(asked)
+        array = "".join(points_to[cell] for cell in self.cells)
+        questions = "".join(f" {start}{end}" for start, end, _ in asked)
+        answers = (step for _, _, steps in asked for step in (0, 0, steps))
+        return Instance(array + questions, (*[0] * len(array), *answers), array)
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Hops,)}
+
+
+def is_task(source: str) -> bool:
+    """Whether a source of data names a task."""
+    return source.startswith(PREFIX)
+
+
+def open_task(source: str) -> Task:
+    """The task that `task:NAME` or `task:NAME:STEPS` names."""
+    name, _, steps = source.removeprefix(PREFIX).partition(":")
+    if name not in TASKS:
+        raise ConfigError.of("data", source, f"there is no task {name!r}; {suggest(name, TASKS)}")
+    limit = TASKS[name].limit
+    if not steps:
+        return TASKS[name]()
+    if not (steps.isascii() and steps.isdigit() and len(steps) < 4 and 1 <= int(steps) <= limit):
+        raise ConfigError.of("data", source, f"answers of task:{name} take 1 to {limit} steps: task:{name}:{limit}")
+    return TASKS[name](int(steps))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Instances as tokens, each a row: its ids, and the steps of the answers among them."""
+
+    ids_RT: np.ndarray
+    steps_RT: np.ndarray
+
+
+@dataclass(frozen=True)
+class TaskText:
+    """A split of a task in the tokens of a run; a row is an instance."""
+
+    task: Task
+    split: Split
+    ids: Mapping[str, int]
+    """The token of every symbol. Text is spelled symbol by symbol, whatever a tokenizer would join."""
+
+    def __len__(self) -> int:
+        """Tokens of the held-out split; the training split has no end, and counts as one of the same size."""
+        return HELD_OUT_INSTANCES * self.task.length
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the same text; every symbol is one."""
+        return len(self)
+
+    @property
+    def manifest(self) -> dict[str, str]:
+        """Which corpus this is, as packed tokens say it of theirs."""
+        return {"corpus": self.task.word, "corpus_sha256": self.task.sha256}
+
+    def training_rows(self, seed: int, first: int, count: int, most_steps: int) -> Rows:
+        """Rows first … first + count − 1 of the endless row of instances that belongs to a seed."""
+        return self._rows([self.task.instance(self.split, seed, first + row, most_steps) for row in range(count)])
+
+    def batches(self, batch_size: int, max_tokens: int | None = None) -> Iterator[Rows]:
+        """The held-out instances, so many rows at a time, up to `max_tokens` tokens but at least one row."""
+        count = HELD_OUT_INSTANCES
+        if max_tokens is not None:
+            count = min(count, max(1, max_tokens // self.task.length))
+        for first in range(0, count, batch_size):
+            yield self._rows(self._held_out[first : min(first + batch_size, count)])
+
+    @cached_property
+    def _held_out(self) -> list[Instance]:
+        return [self.task.instance(self.split, 0, index) for index in range(HELD_OUT_INSTANCES)]
+
+    def _rows(self, instances: Sequence[Instance]) -> Rows:
+        ids = [[self.ids[symbol] for symbol in instance.text] for instance in instances]
+        return Rows(np.array(ids, dtype=np.int64), np.array([instance.steps for instance in instances], dtype=np.int64))

@@ -1,0 +1,402 @@
+"""Every file that loopscope reads, whole, with the code that reads it and what is right for it to say.
+
+A reader gets a folder in which one file is damaged. It may raise one of our errors, or an OSError, which the command
+line tells as a sentence. Otherwise what it returns must be right: equal to what the whole file says where damage can be
+noticed, and of the right form where it cannot.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import OURO, ouro_tensors, save_folder, save_sharded
+from report_samples import write_reproduction, write_run
+
+import loopscope as ls
+from loopscope.cli.formats import line_of
+from loopscope.config import Config, DataConfig, TrainingConfig, config_to_dict, load_config
+from loopscope.data.corpora import open_corpus
+from loopscope.data.packing import pack
+from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
+from loopscope.experiments.claims import judge_all
+from loopscope.experiments.grid import RowSpec
+from loopscope.experiments.ledger import Ledger
+from loopscope.experiments.results import read_results
+from loopscope.experiments.tables import all_tables, depths_csv
+from loopscope.machine import recall, remember
+from loopscope.protocol import run_loops
+from loopscope.report.page import build_report
+from loopscope.runs import RunFolder
+from loopscope.targets import open_target
+from loopscope.training import checkpoint
+from loopscope.training.distributed import Ranks
+from loopscope.training.optimizers import Optimizers
+from loopscope.training.session import read_data_record
+
+MODEL = ls.ModelConfig(vocab_size=256, width=8, num_heads=2, num_layers=1, num_loops=2, max_length=8, dropout=0.0)
+STEP = "checkpoints/step-00000003"
+STATE: dict[str, Any] = {
+    "step": 3,
+    "penalty_on": False,
+    "best_ce": 4.25,
+    "best_step": 2,
+    "guard": {"recent": [4.5, 4], "bad_in_a_row": 0, "rollbacks": 0},
+    "monitor": {"start": 1.5, "since": None, "recent": [[1, 0.5]], "raised": ["runaway"]},
+}
+LINES = [f"line {n} of a text about rivers, ä and {n * n} stones" for n in range(60)]
+ROW = "per-loop+rmsnorm-s42"
+
+Make = Callable[[Path], None]
+Read = Callable[[Path], Any]
+Right = Callable[[Any, Any], bool]
+"""Whether a result is right, given what the whole file gives."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One file and one way to read it."""
+
+    name: str
+    file: str
+    """Which is damaged, below the folder."""
+    make: Make
+    """Writes the folder."""
+    read: Read
+    right: Right
+    mend: Callable[[Path, Path], None] | None = None
+    """Makes checksums agree with the damaged file again: what is in it must be noticed by other means."""
+
+    @property
+    def suffix(self) -> str:
+        """What kind of file it is."""
+        return Path(self.file).suffix
+
+
+def anything(result: Any, whole: Any) -> bool:
+    """The reader leaves out what it cannot use, and its own checks say what may stay."""
+    return True
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def make_run(folder: Path) -> None:
+    """A run as training leaves it, with every file that comes later."""
+    run = folder / "run"
+    write_run(run, steps=3)
+    config = Config(model=MODEL, data=DataConfig(tokenizer="bytes"), training=TrainingConfig(steps=3, batch=4))
+    RunFolder(run).create(config)
+    model = ls.build(MODEL, seed=0)
+    checkpoint.save(run / "checkpoints", model, _optimizers(model), STATE)
+    bytes_tokenizer().save(run / "tokenizer")
+    (run / "row.json").write_text(json.dumps({"schema_version": 1, "name": "x", "state": "finished", "seed": 42}))
+    (run / "log.txt").write_text("a line\nanother\n")
+
+
+def _optimizers(model: Any) -> Optimizers:
+    """With a state, as after a step."""
+    optimizers = Optimizers(model, TrainingConfig())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1)
+    for part in optimizers.parts:
+        part.step()
+    return optimizers
+
+
+def read_config(folder: Path) -> Config:
+    return load_config(folder / "run/config.yaml")
+
+
+def survives_writing(result: Config, whole: Config) -> bool:
+    from loopscope.config import config_from_dict
+
+    return config_from_dict(json.loads(json.dumps(config_to_dict(result), allow_nan=False))) == result
+
+
+def open_and_use(folder: Path) -> list[Any]:
+    """Open a run as every verb does, and run its model and tokenizer on a text."""
+    opened = open_target(folder / "run")
+    ids, counts = opened.tokenizer.encode_counted(["rivers"])[0]
+    with torch.no_grad():
+        trace = run_loops(opened.model, torch.zeros(1, 4, dtype=torch.long), num_loops=2)
+    return [ids.tolist(), int(counts.sum()), trace.states[2].h_BTD.shape[-1]]
+
+
+def whole_text_counted(result: list[Any], whole: list[Any]) -> bool:
+    return result[1] == whole[1]
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """What `train --resume` takes from a checkpoint."""
+    found = checkpoint.load(folder / "run" / STEP)
+    found.check_resumable()
+    model = ls.build(MODEL, seed=1)
+    optimizers = Optimizers(model, TrainingConfig())
+    found.restore_tensors(model, optimizers)
+    tensors = checkpoint.model_tensors(model) | checkpoint.optimizer_tensors(model, optimizers)
+    return {"step": found.step, **{name: tensor.numpy().tobytes() for name, tensor in tensors.items()}}
+
+
+def equal(result: Any, whole: Any) -> bool:
+    return bool(result == whole)
+
+
+def same_form(result: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """A forged checkpoint may hold other numbers, but all those of the model; an optimiser may start without any."""
+    sizes = [{name: len(value) for name, value in each.items() if name != "step"} for each in (result, whole)]
+    own = {name: size for name, size in sizes[1].items() if "/" not in name}
+    return own.items() <= sizes[0].items() <= sizes[1].items()
+
+
+def correct_sums(folder: Path, damaged: Path) -> None:
+    """Write the checksum that belongs to the damaged file."""
+    path = damaged.parent / "checksums.json"
+    sums = json.loads(path.read_text())
+    path.write_text(json.dumps({**sums, damaged.name: hashlib.sha256(damaged.read_bytes()).hexdigest()}))
+
+
+def make_sharded(folder: Path) -> None:
+    """The same with the checkpoint of a sharded run."""
+    make_run(folder)
+    shutil.rmtree(folder / "run" / STEP)
+    model = ls.build(MODEL, seed=0)
+    checkpoint.save_sharded(folder / "run/checkpoints", model, _optimizers(model), STATE, Ranks())
+
+
+def shard_of() -> str:
+    return f"{STEP}/shard-00001-model-00001-of-00001.safetensors"
+
+
+def page(folder: Path) -> str:
+    return build_report([folder / "run"]).html
+
+
+def is_a_page(result: str, whole: str) -> bool:
+    """Whatever was damaged: a page that is whole, and that no content of a file could break out into."""
+    return result.rstrip().endswith("</html>") and "<script>alert" not in result
+
+
+def metrics(folder: Path) -> tuple[list[Any], int]:
+    """Everything that a resume does to metrics.jsonl."""
+    run = RunFolder(folder / "run")
+    last = run.last_step()
+    run.forget_metrics_after(2)
+    return run.read_metrics(), last
+
+
+def metrics_kept(result: tuple[list[Any], int], whole: tuple[list[Any], int]) -> bool:
+    from loopscope.files import integer
+
+    return all((integer(row.get("step")) or 0) <= 2 for row in result[0])
+
+
+def ledger(folder: Path) -> Any:
+    """What `reproduce` makes of a row's folder."""
+    (folder / "rows").mkdir(exist_ok=True)
+    (folder / "run").rename(folder / "rows" / ROW)
+    config = Config(model=MODEL, training=TrainingConfig(steps=3))
+    spec = RowSpec(condition="per-loop+rmsnorm", recipe="paper", seed=42, config=config)
+    book = Ledger(folder)
+    return book.status(spec), book.last_words(spec)
+
+
+def a_state(result: Any, whole: Any) -> bool:
+    return result[0].state in ("open", "failed", "finished") and 0 <= result[0].share_done <= 1
+
+
+def data_record(folder: Path) -> Any:
+    return read_data_record(folder / "run")
+
+
+def line(folder: Path) -> int:
+    return line_of(folder / "run/config.yaml", [("model", "readout")])
+
+
+# --- reproductions ---------------------------------------------------------------------------------------------------
+
+
+def make_grid(folder: Path) -> None:
+    write_reproduction(folder / "grid", {"per-loop+rmsnorm": 1, "per-loop+raw": 1})
+
+
+def grid_page(folder: Path) -> str:
+    return build_report([folder / "grid"]).html
+
+
+def results(folder: Path) -> list[str]:
+    """Claims and tables, as `reproduce --rebuild` makes them."""
+    found = read_results(folder / "grid")
+    claims = judge_all(found)
+    json.dumps(claims.to_json(), allow_nan=False)
+    return [*(table.markdown() for table in all_tables(found, claims)), depths_csv(found)]
+
+
+def tables_of_text(result: list[str], whole: list[str]) -> bool:
+    return all(isinstance(table, str) and table for table in result)
+
+
+# --- text and tokens -------------------------------------------------------------------------------------------------
+
+
+def make_texts(folder: Path) -> None:
+    """The same documents in every kind of file."""
+    import pyarrow
+    import zstandard
+    from pyarrow import parquet
+
+    records = "".join(json.dumps({"text": line, "n": n}) + "\n" for n, line in enumerate(LINES))
+    plain = "\n".join(LINES) + "\n"
+    (folder / "a.txt").write_text(plain)
+    (folder / "a.jsonl").write_text(records)
+    (folder / "a.txt.gz").write_bytes(gzip.compress(plain.encode(), mtime=0))
+    (folder / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(records.encode()))
+    parquet.write_table(pyarrow.table({"text": LINES}), folder / "a.parquet")
+
+
+def documents_of(name: str) -> Read:
+    def read(folder: Path) -> list[str]:
+        corpus = open_corpus(DataConfig(data=(str(folder / name),), valid=(str(folder / name),)))
+        return list(corpus.documents["train"])
+
+    return read
+
+
+def texts(result: list[str], whole: list[str]) -> bool:
+    """Text that can be encoded; a compressed or checked format gives what was in it or an error."""
+    return bool(result) and all(isinstance(each, str) and each.encode() is not None for each in result)
+
+
+def make_tokens(folder: Path) -> None:
+    make_texts(folder)
+    tokens(folder)
+    (packed,) = (folder / "cache/tokens").glob("*/")
+    packed.rename(folder / "cache/tokens/packed")
+
+
+def tokens(folder: Path) -> tuple[list[int], int, int]:
+    """The packed tokens of a text: from the cache, or packed again where that is damaged."""
+    source = (str(folder / "a.txt"),)
+    corpus = open_corpus(DataConfig(data=source, valid=source))
+    kept = folder / "cache/tokens/packed"
+    tokenizer = bytes_tokenizer()
+    if kept.exists():
+        from loopscope.data.packing import _key
+
+        kept.rename(kept.with_name(_key(corpus, "train", tokenizer)))
+    found = pack(corpus, "train", tokenizer, cache=folder / "cache")
+    return found[0 : len(found)].tolist(), found.num_bytes, found.bytes_between(0, len(found))
+
+
+def correct_manifest(folder: Path, damaged: Path) -> None:
+    """Write the checksum that belongs to a damaged shard or table."""
+    path = damaged.parent / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for entry in (*manifest["shards"], manifest["token_bytes"], manifest["byte_exceptions"]):
+        if entry["file"] == damaged.name:
+            entry["sha256"] = hashlib.sha256(damaged.read_bytes()).hexdigest()
+    path.write_text(json.dumps(manifest))
+
+
+def saved_tokenizer(folder: Path) -> tuple[list[int], int]:
+    tokenizer = load_tokenizer(folder / "run/tokenizer")
+    ids, counts = tokenizer.encode_counted(["rivers ä"])[0]
+    return ids.tolist(), int(counts.sum())
+
+
+def named_tokenizer(folder: Path) -> tuple[list[int], int]:
+    """Somebody's tokenizer.json."""
+    tokenizer = read_tokenizer(folder / "run/tokenizer/tokenizer.json")
+    ids, counts = tokenizer.encode_counted(["rivers ä"])[0]
+    tokenizer.decode(ids.tolist())
+    return ids.tolist(), int(counts.sum())
+
+
+def counts_bytes(result: tuple[list[int], int], whole: tuple[list[int], int]) -> bool:
+    """However the text is cut, the bytes of its tokens are its bytes; a tokenizer that finds none has none."""
+    return result[1] == whole[1] or not result[0]
+
+
+def make_memory(folder: Path) -> None:
+    remember(folder / "memory.json", {"schema_version": 1, "sha256": "x", "documents": ["a"]})
+
+
+def memory(folder: Path) -> int:
+    from loopscope.data.corpora import _intact_documents
+
+    return len(_intact_documents(recall(folder / "memory.json")) or [])
+
+
+# --- other people's checkpoints --------------------------------------------------------------------------------------
+
+
+def make_ouro(folder: Path) -> None:
+    save_folder(folder / "hf", OURO, ouro_tensors(OURO))
+    (folder / "hf/tokenizer.json").write_text(bytes_tokenizer().definition)
+
+
+def make_ouro_shards(folder: Path) -> None:
+    save_sharded(folder / "hf", OURO, ouro_tensors(OURO))
+
+
+def make_hrm(folder: Path) -> None:
+    save_folder(folder / "hf", HRM, {})
+
+
+HRM = {"model_type": "hrm_text", "vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "H_cycles": 2}
+
+
+def open_hf(folder: Path) -> list[int]:
+    opened = open_target(folder / "hf")
+    with torch.no_grad():
+        trace = run_loops(opened.model, torch.zeros(1, 4, dtype=torch.long), num_loops=2)
+        return list(opened.model.readout(trace.states[2], 2).shape)
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+def _readers() -> Iterable[Reader]:
+    yield Reader("config", "run/config.yaml", make_run, read_config, survives_writing)
+    yield Reader("where a setting is written", "run/config.yaml", make_run, line, lambda found, _: found >= 1)
+    for file in ("config.yaml", f"{STEP}/state.json", f"{STEP}/checksums.json", f"{STEP}/model.safetensors"):
+        yield Reader("open", f"run/{file}", make_run, open_and_use, whole_text_counted)
+    for file in ("tokenizer/tokenizer.json", "tokenizer/tokenizer-manifest.json"):
+        yield Reader("tokenizer of a run", f"run/{file}", make_run, saved_tokenizer, equal)
+    yield Reader("tokenizer", "run/tokenizer/tokenizer.json", make_run, named_tokenizer, counts_bytes)
+    for file in ("state.json", "model.safetensors", "optimizer.safetensors"):
+        yield Reader("resume", f"run/{STEP}/{file}", make_run, resume, equal)
+        yield Reader("resume, forged", f"run/{STEP}/{file}", make_run, resume, same_form, correct_sums)
+    for file in (f"{STEP}/state.json", shard_of()):
+        yield Reader("resume of shards, forged", f"run/{file}", make_sharded, resume, same_form, correct_sums)
+    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "eval.json", "audit.json", "row.json"):
+        yield Reader("page", f"run/{file}", make_run, page, is_a_page)
+    yield Reader("metrics", "run/metrics.jsonl", make_run, metrics, metrics_kept)
+    for file in ("metrics.jsonl", "row.json", "eval.json", "audit.json", "log.txt"):
+        yield Reader("ledger", f"run/{file}", make_run, ledger, a_state)
+    yield Reader("data of a run", "run/manifest.json", make_run, data_record, anything)
+    for file in ("grid.json", "claims.json"):
+        yield Reader("page of a grid", f"grid/{file}", make_grid, grid_page, is_a_page)
+    for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "eval", "audit", "manifest"))):
+        yield Reader("claims and tables", f"grid/{file}", make_grid, results, tables_of_text)
+    yield Reader("claims and tables", f"grid/rows/{ROW}/config.yaml", make_grid, results, tables_of_text)
+    for file in ("a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.zst", "a.parquet"):
+        yield Reader("text", file, make_texts, documents_of(file), texts)
+    for file in ("manifest.json", "tokens-00000.bin", "token-bytes.bin", "byte-exceptions.bin"):
+        yield Reader("packed tokens", f"cache/tokens/packed/{file}", make_tokens, tokens, equal)
+    yield Reader("memory", "memory.json", make_memory, memory, lambda found, whole: found == 0)
+    for file in ("config.json", "model.safetensors"):
+        yield Reader("Hugging Face folder", f"hf/{file}", make_ouro, open_hf, anything)
+    yield Reader("Hugging Face folder", "hf/tokenizer.json", make_ouro, open_hf, equal)
+    for file in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        yield Reader("Hugging Face shards", f"hf/{file}", make_ouro_shards, open_hf, equal)
+
+
+READERS = list(_readers())
