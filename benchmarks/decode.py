@@ -28,7 +28,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -51,7 +53,7 @@ PROMPT, NEW = 24, 32
 LEAST_GAIN, MOST_OVER_READING, MOST_GROWTH = 2.0, 1.5, 1.25
 COLD_BYTES = 160 << 20
 """Weights that are cycled through: five times the last-level cache of most machines."""
-HRM_SIZES = {
+HRM_SIZES: dict[str, dict[str, Any]] = {
     "nano": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 4},
     "micro": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8},
 }
@@ -175,7 +177,7 @@ def products(model: LoopedModel, batch: int) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def generated(network: nn.Module, ids_BT: Tensor) -> list[list[int]]:
+def generated(network: Any, ids_BT: Tensor) -> list[list[int]]:
     """transformers' own greedy decoding."""
     mask_BT = torch.ones_like(ids_BT)
     return network.generate(
@@ -225,8 +227,8 @@ def against_memory(rounds: int, targets: Targets) -> None:
         found = measure(
             {
                 "loop": run_loops,
-                "dot": lambda read=read: read(lambda weight: torch.dot(weight, weight)),
-                "sum": lambda read=read: read(torch.sum),
+                "dot": partial(read, lambda weight: torch.dot(weight, weight)),
+                "sum": partial(read, torch.sum),
                 "products": run_products,
             },
             rounds,
@@ -267,8 +269,8 @@ def profile_nano(rounds: int) -> None:
 def _parts(design: ls.ModelConfig, rounds: int) -> dict[str, tuple[int, float]]:
     """Calls and seconds of a token by kind of operation, the whole and the rest included."""
     model = ls.build(design, seed=0).eval()
-    layer, runs = model.recurrence.core.layers[0], design.num_layers * design.num_loops
-    assert isinstance(layer, nn.Module)
+    layer: Any = model.recurrence.core.layers[0]
+    runs = design.num_layers * design.num_loops
     runner = CachedRunner(model, design.num_loops)
     runner.prefill([list(range(PROMPT))])
     x_BTD = torch.randn(1, 1, design.width)
