@@ -114,15 +114,24 @@ def test_every_json_field_is_documented(arguments, capsys):
         assert f"`{key}`" in section, f"{key} of loopscope {arguments[0]} --json is not in docs/json.md"
 
 
+def keys(value: object) -> set[str]:
+    """Every key of a JSON value, at any depth."""
+    if isinstance(value, dict):
+        return set(value).union(*map(keys, value.values()))
+    return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+
+def test_every_field_of_a_check_is_documented(capsys):
+    assert main(["check", "preset:demo", "--context", "256", "--json"]) == 1  # it takes 128: that is a finding
+    section = PAGES["check.md"].split("`loopscope check --json`")[1]
+    for key in keys(json.loads(capsys.readouterr().out)):
+        assert f"`{key}`" in section, f"{key} of loopscope check --json is not in docs/check.md"
+
+
 def test_every_field_of_an_audit_is_documented(capsys):
     quick = ["--states", "1", "--prefix", "4", "--tokens", "32", "--loops", "5"]
     push = ["--push", "--push-steps", "1"]
     assert main(["audit", "preset:demo", "--json", *quick, *push]) == 1
-
-    def keys(value):
-        if isinstance(value, dict):
-            return set(value).union(*map(keys, value.values()))
-        return set().union(*map(keys, value)) if isinstance(value, list) else set()
 
     for key in keys(json.loads(capsys.readouterr().out)):
         assert f"`{key}`" in PAGES["audit.md"], f"{key} of audit.json is not in docs/audit.md"

@@ -82,7 +82,7 @@ def test_without_a_deeper_depth_there_is_no_verdict_on_it(evaluate):
 
 def test_the_cache_table_has_a_row_for_every_policy_and_a_sentence(evaluate):
     _, out, _ = evaluate("--cache-policies")
-    for policy in ("exact", "last-loop", "first-loop", "ring-2"):
+    for policy in ("exact", "last-loop", "first-loop", "first-then-last", "ring-2"):
         assert re.search(rf"│ {policy} ", out)
     assert "cache policies at 3 loops: 20 windows, 320 decoded tokens" in out
     assert re.search(r"(Safe at 0\.01 nats|No policy is safe)", out) and "s_K/s_1" in out

@@ -142,7 +142,7 @@ def test_a_prompt_that_fits_is_not_truncated_however_many_tokens_are_asked_for(g
         (("A", "--stop", ""), "--stop"),
         (("A", "--dtype", "int8"), "float32, bfloat16, float16"),
         (("A", "--device", "tpu9"), "--device"),
-        (("A", "--cache-policy", "ring"), "exact, last-loop, first-loop, ring-N, last-exited"),
+        (("A", "--cache-policy", "ring"), "exact, last-loop, first-loop, first-then-last, ring-N, last-exited"),
         (("A", "--cache-policy", "ring-2", "--prefill-policy", "last-loop"), "must be exact or that of decoding"),
         (("A", "--cache-polcy", "ring-2"), "--cache-policy"),
         (("A", "--max-tokens", "0"), "--max-tokens"),
@@ -199,7 +199,7 @@ def test_a_factory_without_a_cache_works_slowly_and_says_so(generate, stranger):
     assert code == 2 and "the cache policy last-loop needs a key-value cache" in err
 
 
-@pytest.mark.parametrize("policy", ["last-loop", "first-loop", "ring-2", "last-exited"])
+@pytest.mark.parametrize("policy", ["last-loop", "first-loop", "first-then-last", "ring-2", "last-exited"])
 def test_every_policy_generates_and_last_exited_is_exact_where_nobody_leaves(generate, policy):
     exact = results(generate("The river", "--json")[1])[0]
     for prefill in ("exact", policy):

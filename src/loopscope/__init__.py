@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from loopscope.targets import Opened, load
     from loopscope.targets import open_target as open
     from loopscope.verbs.audits import audit
+    from loopscope.verbs.calibration import Calibration, calibrate
     from loopscope.verbs.checks import check
     from loopscope.verbs.evaluation import evaluate
     from loopscope.verbs.generation import Generated, generate
@@ -91,6 +92,7 @@ _HOME = {
     "loopscope.targets": ("Opened", "load", "open_target"),
     "loopscope.verbs.audits": ("audit",),
     "loopscope.verbs.checks": ("check",),
+    "loopscope.verbs.calibration": ("Calibration", "calibrate"),
     "loopscope.verbs.evaluation": ("evaluate",),
     "loopscope.verbs.generation": ("Generated", "generate"),
     "loopscope.verbs.pushes": ("push",),
@@ -103,6 +105,7 @@ __all__ = [
     "AuditOptions",
     "AuditResult",
     "Cached",
+    "Calibration",
     "Config",
     "DeclaredVisibility",
     "ExitGate",
@@ -135,6 +138,7 @@ __all__ = [
     "adapt",
     "audit",
     "build",
+    "calibrate",
     "check",
     "clamped",
     "evaluate",

@@ -107,11 +107,11 @@ class PositionsNotAdvancedInDecoding(LoopedLM):
 class ClampsPositions(LoopedLM):
     """Beyond the context every token stands at the last position."""
 
-    def _check_ids(self, ids_BT, end):
-        pass
-
-    def _rotation(self, positions_BT):
-        return super()._rotation(positions_BT.clamp(max=self.config.max_length - 1))
+    def embed(self, ids_BT, cache=None):
+        asked = torch.arange(ids_BT.shape[1])[None] if cache is None else cache.positions(ids_BT.shape[1])
+        through = Through(cache)
+        through.positions = lambda tokens: asked.clamp(max=self.config.max_length - 1)
+        return super().embed(ids_BT, through)
 
 
 class NormSkippedInDecoding(LoopedLM):

@@ -298,6 +298,8 @@ class ByHand:
             return self.num_loops
         if policy == "first-loop":
             return 1
+        if policy == "first-then-last":
+            return 1 if k == 1 else self.num_loops
         ring = int(policy.removeprefix("ring-"))
         return max(other for other in range(1, self.num_loops + 1) if (other - k) % ring == 0)
 
@@ -324,7 +326,7 @@ class ByHand:
         return self.weights["embedding.weight"] @ self.rms(x, "readout_map.norm.weight")
 
 
-POLICIES = ["exact", "last-loop", "first-loop", "ring-1", "ring-2", "ring-3", "ring-4", "ring-9"]
+POLICIES = ["exact", "last-loop", "first-loop", "first-then-last", "ring-1", "ring-2", "ring-3", "ring-4", "ring-9"]
 
 
 @pytest.mark.parametrize("prefill", ["exact", "as decoded"])
@@ -345,7 +347,7 @@ def test_a_policy_computes_what_its_definition_says(paper, policy, prefill):
 def test_policies_differ_from_one_another(paper):
     """So that the test above cannot pass by looking away."""
     prompt, after = tokens(8), {}
-    for policy in ("exact", "last-loop", "first-loop", "ring-2", "ring-3"):
+    for policy in ("exact", "last-loop", "first-loop", "first-then-last", "ring-2", "ring-3"):
         by_hand = ByHand(paper, 5)
         after[policy] = [by_hand.token(each, policy) for each in prompt][-1]
     for one in after:

@@ -133,7 +133,7 @@ def test_a_planted_fault_is_found_by_its_check_with_loop_layer_and_position(faul
         fault.layer,
         fault.position,
     )
-    assert first.difference is None or first.difference > 1000 * checks.tolerance.value
+    assert first.difference is None or first.difference > 100 * checks.tolerance.value
 
 
 def test_the_first_check_that_finds_a_fault_is_the_one_that_names_it():
@@ -261,12 +261,22 @@ def test_what_is_not_a_number_is_infinitely_far():
     assert compare(record([[float("nan"), 1.0]]), record([[1.0, 1.0]]), 0.1).largest == float("inf")
 
 
-def test_the_tolerance_grows_with_measured_rounding_and_never_beyond_64_times_what_is_derived():
+def test_the_tolerance_grows_with_what_a_rounding_grows_to_and_at_most_64_fold():
     derived = Tolerance.of(torch.float32, 16, 0.0).value
     assert derived == pytest.approx(8 * 2**-23 * 4)
     assert Tolerance.of(torch.float64, 16, 0.0).value == derived
-    assert Tolerance.of(torch.float32, 16, derived).value == pytest.approx(16 * derived)
+    assert Tolerance.of(torch.float32, 16, 5 * 2**-23).value == pytest.approx(5 * derived)
     assert Tolerance.of(torch.float32, 16, 1.0).value == pytest.approx(64 * derived)
+
+
+def test_a_model_that_makes_roundings_grow_conforms_in_float32():
+    table = torch.nn.Embedding(50, 16)
+    core = torch.randn(16, 16) / 2
+    model = ls.adapt(
+        embed=table, loop=lambda h, k: torch.sin(h @ core), readout=lambda h, k: h @ table.weight.T, num_loops=3
+    )
+    result = check_looped(model, 50)
+    assert result.findings == [] and result.tolerance.value > 4 * Tolerance.of(torch.float32, 5, 0.0).value
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -349,6 +359,9 @@ def test_a_model_that_is_run_through_the_function_of_black_boxes_needs_only_logi
         table = torch.randn(11, 11, dtype=torch.float64)
 
         def logits(self, ids_BT, memory=None, mask_BS=None, on_write=None):
+            return self.table[ids_BT]
+
+        def logits_of_rounded(self, ids_BT):
             return self.table[ids_BT]
 
         def new_memory(self):

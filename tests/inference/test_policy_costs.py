@@ -30,9 +30,9 @@ def test_every_policy_that_keeps_fewer_loops_is_compared():
     names = {loops: [policy.name for policy in shared_policies(loops)] for loops in (1, 2, 4, 5, 16)}
     assert names[1] == []
     assert names[2] == ["last-loop", "first-loop"]
-    assert names[4] == ["last-loop", "first-loop", "ring-2"]
-    assert names[5] == ["last-loop", "first-loop", "ring-2", "ring-4"]
-    assert names[16] == ["last-loop", "first-loop", "ring-2", "ring-4", "ring-8"]
+    assert names[4] == ["last-loop", "first-loop", "first-then-last", "ring-2"]
+    assert names[5] == ["last-loop", "first-loop", "first-then-last", "ring-2", "ring-4"]
+    assert names[16] == ["last-loop", "first-loop", "first-then-last", "ring-2", "ring-4", "ring-8"]
 
 
 def test_the_exact_cache_scores_the_second_half_of_each_window_as_one_pass_does(model, text):
@@ -46,7 +46,7 @@ def test_the_exact_cache_scores_the_second_half_of_each_window_as_one_pass_does(
     assert exact.bytes_per_token == 4 * 2 * 2 * 32 * 8
 
 
-@pytest.mark.parametrize("name", ["last-loop", "first-loop", "ring-2"])
+@pytest.mark.parametrize("name", ["last-loop", "first-loop", "first-then-last", "ring-2"])
 @pytest.mark.parametrize("applies_to", ["decode", "prefill and decode"])
 def test_a_cost_is_the_mean_over_windows_of_what_each_loses_alone(model, text, name, applies_to):
     ids_WT, targets_WT = text
@@ -66,7 +66,7 @@ def test_a_cost_is_the_mean_over_windows_of_what_each_loses_alone(model, text, n
     assert found.delta_ce == pytest.approx(float(lost_W.mean()), abs=1e-9)
     assert found.standard_error == pytest.approx(float(lost_W.std()) / 5**0.5, abs=1e-9)
     assert abs(found.delta_ce) > 1e-4
-    assert found.share == (0.5 if name == "ring-2" else 0.25)
+    assert found.share == (0.5 if name in ("ring-2", "first-then-last") else 0.25)
 
 
 def test_a_policy_under_which_the_model_gives_no_numbers_is_unsafe_and_the_rest_is_still_measured(text):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.inference.black_box import OnWrite
+from loopscope.inference.comparison import nudged
 from loopscope.inference.decoding import device_of
 
 
@@ -37,7 +38,9 @@ class TransformersModel:
         self.vocab_size: int = network.config.get_text_config().vocab_size
         self._parameters = inspect.signature(network.forward).parameters
         self.takes_mask = self._takes("attention_mask")
-        ends = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
+        transformers = sys.modules["transformers"]  # a model of it is here, so it has been imported
+        self._generates = isinstance(network, transformers.GenerationMixin)
+        ends = network.generation_config.eos_token_id if self._generates else None
         self.end_ids: Sequence[int] = [] if ends is None else ends if isinstance(ends, list) else [ends]
 
     def _takes(self, name: str) -> bool:
@@ -60,6 +63,15 @@ class TransformersModel:
         with _seen(self.network, memory, on_write):
             return self.network(ids_BT, **given).logits
 
+    def logits_of_rounded(self, ids_BT: Tensor) -> Tensor:
+        """Logits_BTV of whole texts whose embedded tokens have been `nudged`."""
+        table = self.network.get_input_embeddings()
+        hook = table.register_forward_hook(lambda module, given, embedded: nudged(embedded))
+        try:
+            return self.logits(ids_BT)
+        finally:
+            hook.remove()
+
     def new_memory(self) -> Any:
         """An empty cache of the class that the model makes by itself; None where it makes none."""
         if not self._takes("past_key_values"):
@@ -81,7 +93,7 @@ class TransformersModel:
 
     def generate(self, ids_BT: Tensor, mask_BT: Tensor, count: int) -> Tensor | None:
         """Greedy tokens by the model's own `generate`."""
-        if not callable(getattr(self.network, "generate", None)):
+        if not self._generates:
             return None
         settings = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         return self.network.generate(ids_BT, attention_mask=mask_BT, **settings)[:, ids_BT.shape[1] :]

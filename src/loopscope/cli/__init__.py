@@ -18,6 +18,7 @@ import tyro
 
 from loopscope.checks import check_whole_numbers
 from loopscope.cli.audit import Audit
+from loopscope.cli.calibrate import Calibrate
 from loopscope.cli.check import Check
 from loopscope.cli.configured import Configured
 from loopscope.cli.env import Env
@@ -42,6 +43,7 @@ examples:
   loopscope audit runs/NAME              which state variables the loop carries and no loss sees
   loopscope eval runs/NAME --depths 1..8 what exiting after each loop costs
   loopscope check runs/NAME              is cached = uncached, padded = alone, every depth?
+  loopscope calibrate runs/NAME          leave loops out, with a bound on what that costs
   loopscope generate runs/NAME "The "    text, at any number of loops
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
@@ -69,6 +71,7 @@ VERBS: dict[str, type[Any]] = {
     "remedy": Remedy,
     "eval": Eval,
     "check": Check,
+    "calibrate": Calibrate,
     "generate": Generate,
     "plan": Plan,
     "reproduce": Reproduce,

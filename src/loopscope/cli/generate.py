@@ -54,15 +54,16 @@ class Generate:
     num_loops: int | None = None
     """Loops per token, also beyond the trained depth; the trained depth by default."""
     halting: str | None = None
-    """RULE:THRESHOLD: a token leaves as soon as its score reaches the threshold, as in margin:2.5; no promise is made
-    about the cost."""
+    """A policy file of `loopscope calibrate`, or RULE:THRESHOLD, as in margin:2.5, of whose cost nothing is promised:
+    a token leaves as soon as its score reaches the threshold."""
     show_loops: bool = False
     """Colour tokens by the loop they left at, on a terminal, and say how many left where."""
     speculate: str = "plain"
     """Draft with the first loops, decide with all: auto, block:D,M (D loops draft M tokens) or wave:D. The same text,
     sooner; several prompts then run one after another."""
     cache_policy: str = "exact"
-    """What the cache keeps of every token: exact, last-loop, first-loop, ring-N or last-exited."""
+    """What the cache keeps of every token: exact, last-loop, first-loop, first-then-last, ring-N or
+    last-exited."""
     prefill_policy: str = "exact"
     """exact, or the same as --cache-policy: what prompts see of one another's tokens."""
     truncate: bool = False

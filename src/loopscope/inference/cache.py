@@ -25,18 +25,19 @@ from loopscope.protocol import Slot
 
 FIRST_CAPACITY = 64
 """Tokens a slot has room for when it is first written."""
-POLICIES = ("exact", "last-loop", "first-loop", "ring-N", "last-exited")
+POLICIES = ("exact", "last-loop", "first-loop", "first-then-last", "ring-N", "last-exited")
 
 
 @dataclass(frozen=True)
 class CachePolicy:
     """Which loops' keys and values are kept of every token, and what loop k then looks at in earlier ones.
 
-        exact         loop k sees the keys of loop k
-        last-loop     loop k sees the keys that each earlier token ended with; a single slot
-        first-loop    loop k sees the keys of loop 1, its own token's too; a single slot
-        ring-N        loop k sees the keys of the last loop that is congruent to k modulo N; N slots (Huginn)
-        last-exited   as exact; below the loop at which a token left, its last keys stand in for those it never had
+        exact             loop k sees the keys of loop k
+        last-loop         loop k sees the keys that each earlier token ended with; a single slot
+        first-loop        loop k sees the keys of loop 1, its own token's too; a single slot
+        first-then-last   loop 1 sees the keys of loop 1, deeper ones those that each token ended with; two slots
+        ring-N            loop k sees the keys of the last loop that is congruent to k modulo N; N slots (Huginn)
+        last-exited       as exact; below the loop at which a token left, its last keys stand for those it never had
 
     A token always sees its own keys of the loop it is in, except under first-loop, whose later loops make none.
     """
@@ -54,10 +55,14 @@ class CachePolicy:
         """Loops that are kept of a token; None: all."""
         if self.name in ("exact", "last-exited"):
             return None
+        if self.name == "first-then-last":
+            return 2
         return int(self.name.removeprefix("ring-")) if self.name.startswith("ring-") else 1
 
     def index(self, k: int) -> int:
         """The slot that loop k of the core looks at."""
+        if self.name == "first-then-last":
+            return min(k - 1, 1)
         return k - 1 if self.slots is None else (k - 1) % self.slots
 
     def writes(self, part: str, k: int) -> bool:

@@ -24,12 +24,12 @@ SHARE_OF_MOST = 0.75
 """Largest bet, as a share of the one that a single unit could lose altogether."""
 
 
-def clipped(losses_N: Sequence[float], b: float) -> np.ndarray:
+def clipped(losses_N: Sequence[float] | np.ndarray, b: float) -> np.ndarray:
     """Losses within ±CLIP·b."""
     return np.clip(np.asarray(losses_N, dtype=np.float64), -CLIP * b, CLIP * b)
 
 
-def betting_p_value(losses_N: Sequence[float], b: float, delta: float) -> float:
+def betting_p_value(losses_N: Sequence[float] | np.ndarray, b: float, delta: float) -> float:
     """p-value of H: E x > b, valid for any bounded distribution, x clipped to ±CLIP·b.
 
         y = (x + C)/(2C) ∈ [0, 1] with C = CLIP·b, m = (b + C)/(2C)
@@ -54,7 +54,7 @@ def betting_p_value(losses_N: Sequence[float], b: float, delta: float) -> float:
     return math.exp(-best)
 
 
-def hoeffding_bentkus_p_value(losses_N: Sequence[float], b: float) -> float:
+def hoeffding_bentkus_p_value(losses_N: Sequence[float] | np.ndarray, b: float) -> float:
     """p-value of H: E x > b by the bound of Hoeffding and Bentkus, x clipped to ±CLIP·b.
 
     min{exp(−n·h(min(ȳ, m), m)), e·P(Binomial(n, m) ≤ ⌈n·ȳ⌉)},  h(a, m) = a·ln(a/m) + (1 − a)·ln((1 − a)/(1 − m))

@@ -22,9 +22,8 @@ COARSEST_EPS = float(torch.finfo(torch.float32).eps)
 """Many models keep norms or angles in float32 whatever their weights are, so no finer rounding is relied on."""
 ROUNDINGS = 8.0
 """Roundings of one layer that may add up in the same direction."""
-MEASURED_FACTOR, MOST_FACTOR = 16.0, 64.0
-"""What is allowed over the rounding that was measured, and at most over the rounding that was derived: beyond that, a
-difference between a row alone and among its copies is no rounding, and must not hide what it is."""
+MOST_GROWTH = 64.0
+"""What a rounding may grow to by a model's own doing; beyond, whatever makes it grow must not hide a fault."""
 
 
 class Stage(NamedTuple):
@@ -89,20 +88,30 @@ class Tolerance:
     why: str
 
     @classmethod
-    def of(cls, dtype: torch.dtype, layers: int, measured: float) -> Tolerance:
-        """8·eps·√layers, as roundings of successive layers add up; or 16 × what a change of batch shape did, if more.
+    def of(cls, dtype: torch.dtype, layers: int, grown: float) -> Tolerance:
+        """8·√layers·r: roundings of successive layers add up, and each arrives at the output as r.
 
-        No finer than float32's eps, since parts of a model may stay in float32. What was measured counts up to 64 × the
-        first.
+        r is eps, or what one rounding that was put in on purpose has grown to, up to 64·eps. No finer than float32's
+        eps, since parts of a model may stay in float32.
         """
-        eps = max(float(torch.finfo(dtype).eps), COARSEST_EPS)
-        derived = ROUNDINGS * eps * max(layers, 1) ** 0.5
-        value = max(derived, min(MEASURED_FACTOR * measured, MOST_FACTOR * derived))
+        eps = coarse_eps(dtype)
+        value = ROUNDINGS * max(layers, 1) ** 0.5 * min(max(eps, grown), MOST_GROWTH * eps)
         why = (
-            f"8·eps·√(layers run) for eps = {eps:.1g} (run in {str(dtype).removeprefix('torch.')}; parts may stay in "
-            f"float32) over {layers} layers; a row among copies of itself differed by {measured:.1g} from rounding"
+            f"8·√layers·r over {layers} layers run, where r is one rounding as it arrives at the output: eps = "
+            f"{eps:.1g} (of float32 or coarser: parts may stay in it), or {grown:.1g}, which one grew to here"
         )
         return cls(value, why)
+
+
+def coarse_eps(dtype: torch.dtype) -> float:
+    """Of the dtype, or of float32 where that is coarser."""
+    return max(float(torch.finfo(dtype).eps), COARSEST_EPS)
+
+
+def nudged(values: Tensor) -> Tensor:
+    """Numbers as if each had been rounded once more, the same way every time: x·(1 + eps·n) with normal n."""
+    noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return values * (1 + coarse_eps(values.dtype) * noise).to(values)
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,9 @@ def blame(got: Record, expected: Record | None, difference: Difference, toleranc
         if _differ(mine.keys_N, write.keys_N, tolerance):
             # What a layer reads makes its values too: these keys were made of the right state, at the wrong place.
             how = f"the values of {write} are right and its keys are not: its position, or their rotation"
-            return Blame(*(("positions", 0, None) if before is None else (write.part, write.loop, write.slot[2])), how)
+            if before is None:
+                return Blame("positions", 0, None, how)
+            return Blame(write.part, write.loop, write.slot[2], how)
         before = write
     last = [each for each in right if each.loop == stage.loop and (each.part == "coda") == (stage.kind == "logits")]
     if last:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from loopscope.errors import ConfigError, ProtocolError
 from loopscope.inference.cache import CacheView, KVCache
-from loopscope.inference.comparison import Blame, Record, Stage, Tolerance, blame, compare, shared_slots
+from loopscope.inference.comparison import Blame, Record, Stage, Tolerance, blame, compare, nudged, shared_slots
 from loopscope.inference.decoding import device_of
 from loopscope.protocol import Cached, LoopedModel, LoopState, MixedDepths, Slot
 
@@ -281,18 +281,22 @@ class LoopedChecks:
             self.deepest = self.model.num_loops
             self.notes.append(f"loops beyond the trained {self.deepest} are refused ({_in_a_line(error)})")
 
+    @torch.no_grad()
     def _find_tolerance(self) -> Tolerance:
-        """From the dtype of the logits, the layers run, and what the shape of a batch changes by rounding alone."""
-        measured = 0.0
-        for copies in (2, 3, 5):
-            among = self.plain(self.ids_BT[:1].expand(copies, -1))[0]
-            measured = max(measured, compare(among, self.alone[0], 0.0).largest)
+        """From the dtype of the logits, the layers run, and what a rounding of the state before every loop grows to."""
+        model, records, positions = self.model, [Record()], [range(self.ids_BT.shape[1])]
+        state = model.embed(self.ids_BT[:1])
+        for k in range(1, self.deepest + 1):
+            state = model.loop(state.with_h(nudged(state.h_BTD)), k)
+            _keep(records, positions, Stage(k, "state"), state.h_BTD)
+            _keep(records, positions, Stage(k, "logits"), model.readout(state, k))
+        grown = compare(records[0], self.alone[0], 0.0).largest
         dtype = next(iter(self.alone[0].outputs[Stage(1, "logits")].values())).dtype
         layers = self.deepest
         if Cached.of(self.model) is not None:
             with suppress(Exception):  # a check will tell
                 layers = len(self.pieces(0, [1]).writes.get(0, ())) or layers
-        return Tolerance.of(dtype, layers, measured)
+        return Tolerance.of(dtype, layers, grown)
 
     # --- ways of running ---------------------------------------------------------------------------------------------
 

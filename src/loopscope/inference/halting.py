@@ -17,16 +17,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from loopscope.errors import ConfigError, UnsupportedError, suggest
+from loopscope.files import Problems, read_json
 from loopscope.inference.cache import CachePolicy, KVCache
 from loopscope.inference.decoding import check_finite, device_of, last_logits
 from loopscope.protocol import Cache, Cached, ExitGate, LinearReadout, LoopState, Slot
 
+POLICY_VERSION = 1
+"""Of the policy files that are read and written."""
 NEVER = float("-inf")
 """Score of a token that a rule cannot judge yet."""
 
@@ -236,15 +240,30 @@ def rule_of(name: str) -> Rule:
 
 
 def parse_halting(text: str) -> Halting:
-    """RULE:THRESHOLD, as in margin:2.5."""
+    """RULE:THRESHOLD, as in margin:2.5, or a policy file that `loopscope calibrate` wrote."""
+    if text.endswith(".json"):
+        return read_policy(Path(text))
     name, _, number = text.partition(":")
     try:
         threshold = float(number)
     except ValueError:
         threshold = float("nan")
     if threshold != threshold:
-        raise ConfigError.of("halting", text, f"expected RULE:THRESHOLD, as in margin:2.5; rules: {', '.join(RULES)}")
+        raise ConfigError.of("halting", text, f"expected a policy.json or RULE:THRESHOLD; rules: {', '.join(RULES)}")
     return Halting(rule_of(name), threshold)
+
+
+def read_policy(path: Path) -> Halting:
+    """The rule and threshold of a policy file; a threshold of null never leaves."""
+    problems: Problems = {}
+    found = read_json(path, problems)
+    if found is None:
+        raise ConfigError.of("halting", str(path), next(iter(problems.values()), "no such file"))
+    threshold = found.get("threshold", float("nan"))
+    is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool) and threshold == threshold
+    if found.get("schema_version") != POLICY_VERSION or not (threshold is None or is_number):
+        raise ConfigError.of("halting", str(path), "is not a policy that `loopscope calibrate` wrote")
+    return Halting(rule_of(str(found.get("rule"))), float("inf") if threshold is None else float(threshold))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ DECODE, PREFILL_TOO = "decode", "prefill and decode"
 def shared_policies(num_loops: int) -> list[CachePolicy]:
     """Those that keep less than all loops. Nobody leaves early here, so that last-exited would be exact."""
     rings = [f"ring-{2**power}" for power in range(1, num_loops.bit_length()) if 2**power < num_loops]
-    return [CachePolicy(name) for name in ("last-loop", "first-loop", *rings)] if num_loops > 1 else []
+    names = ["last-loop", "first-loop", *(["first-then-last"] if num_loops > 2 else []), *rings]
+    return [CachePolicy(name) for name in names] if num_loops > 1 else []
 
 
 def policy_costs(

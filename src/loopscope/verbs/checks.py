@@ -61,7 +61,7 @@ def check(
         )
     with borrowed(network_of(made)):  # a model that was handed in is given back in the mode it was in
         opened = made if isinstance(made, Opened) else of_made(name, made)
-        model, length = opened.model, context or opened.max_length
+        model, length = opened.model, opened.max_length if context is None else context
         _bring(network_of(model), device)
 
         def run() -> Conformance:
