@@ -31,6 +31,7 @@ from loopscope.experiments.grid import RowSpec
 from loopscope.experiments.ledger import Ledger
 from loopscope.experiments.results import read_results
 from loopscope.experiments.tables import all_tables, depths_csv
+from loopscope.inference.halting import RULES, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
 from loopscope.report.page import build_report
@@ -360,6 +361,31 @@ def open_hf(folder: Path) -> list[int]:
         return list(opened.model.readout(trace.states[2], 2).shape)
 
 
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+def make_policy(folder: Path) -> None:
+    promise = {"max_ppl_increase": 0.01, "confidence": 0.95, "units": 64}
+    whole = {
+        "schema_version": 1,
+        "rule": "kl",
+        "threshold": -0.125,
+        "num_loops": 4,
+        "target": "run",
+        "promise": promise,
+    }
+    (folder / "policy.json").write_text(json.dumps(whole, indent=2))
+
+
+def policy(folder: Path) -> tuple[str, float]:
+    halting = parse_halting(str(folder / "policy.json"))
+    return halting.rule.name, halting.threshold
+
+
+def is_a_policy(found: tuple[str, float], _: object) -> bool:
+    return found[0] in RULES and found[1] == found[1]
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
@@ -392,6 +418,7 @@ def _readers() -> Iterable[Reader]:
     for file in ("manifest.json", "tokens-00000.bin", "token-bytes.bin", "byte-exceptions.bin"):
         yield Reader("packed tokens", f"cache/tokens/packed/{file}", make_tokens, tokens, equal)
     yield Reader("memory", "memory.json", make_memory, memory, lambda found, whole: found == 0)
+    yield Reader("halting policy", "policy.json", make_policy, policy, is_a_policy)
     for file in ("config.json", "model.safetensors"):
         yield Reader("Hugging Face folder", f"hf/{file}", make_ouro, open_hf, anything)
     yield Reader("Hugging Face folder", "hf/tokenizer.json", make_ouro, open_hf, equal)

@@ -45,6 +45,7 @@ FIRST = {
     "eval": ["run", "--data", "text.txt", "--max-tokens", "40"],
     "audit": ["run"],
     "check": ["run"],
+    "calibrate": ["run"],
     "generate": ["run", "A river"],
     "remedy": ["run"],
     "report": ["run", "--out", "page.html"],
@@ -70,7 +71,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
     make_run(folder)
     make_grid(folder)
     (folder / "text.txt").write_text("\n".join(LINES) + "\n")
-    for name in ("remedies", "audits", "checks", "generation", "training", "evaluation"):
+    for name in ("remedies", "audits", "calibration", "checks", "generation", "training", "evaluation"):
         importlib.import_module(f"loopscope.verbs.{name}")  # what is first imported later would keep a stub for good
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -85,6 +86,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
         patch.setattr("loopscope.verbs.audits.audit", reached)
         patch.setattr("loopscope.verbs.remedies.remedy", reached)
         patch.setattr("loopscope.verbs.checks.check", reached)
+        patch.setattr("loopscope.verbs.calibration.calibrate", reached)
         patch.setattr("loopscope.verbs.generation.Generation.__iter__", reached)
         patch.setattr("loopscope.cli.reproduce.run_rows", reached)
         patch.setattr("loopscope.cli.quickstart.run_rows", reached)
