@@ -55,8 +55,8 @@ def test_json_has_every_part_that_was_asked_for_and_every_field_is_documented(ev
     code, out, _ = evaluate("--depths", "1..5", "--speed", "--cache-policies", "--json")
     document = json.loads(out)
     assert code == 0
-    assert [each["k"] for each in document["speed"]] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert {each["what"] for each in document["speed"]} == {"prefill", "decode"}
+    assert [each["k"] for each in document["speed"]] == [k for k in range(1, 6) for _ in range(3)]
+    assert {each["what"] for each in document["speed"]} == {"prefill", "decode", "decode, speculating"}
     assert document["cache"]["num_loops"] == 3 and document["cache"]["tokens"] == 20 * 16
     assert document["beyond"]["trained"] == 3 and document["beyond"]["deepest"] == 5
     section = DOCS.split("`loopscope eval --json`")[1].split("\n## ")[0]

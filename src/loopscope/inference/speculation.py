@@ -180,7 +180,8 @@ class Speculator:
         self.cache = KVCache(1, CachePolicy("last-exited"), num_loops=self.num_loops)
         first = self.sampling.draw(self._prefill(prompt), self._text.ids, self._random)
         yield self._emitted(first, self._logits)
-        self._look_until, self._planned_until = LOOKED_AT, 0
+        known = all(each.weight >= LOOKED_AT for each in self.acceptance.values())  # from an earlier text
+        self._look_until, self._planned_until = 0 if known else LOOKED_AT, 0
         plan = PLAIN
         while self._text.finish is None:
             before = len(self._text.tokens)

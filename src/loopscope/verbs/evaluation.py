@@ -19,7 +19,9 @@ from loopscope.data.stream import SplitTokens, answer_batches, covered_bytes, ev
 from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.files import read_as
+from loopscope.inference.decoding import Limits
 from loopscope.inference.policy_costs import policy_costs
+from loopscope.inference.speculation import Speculator
 from loopscope.inference.speed import Way, time_depths
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import Cached, LoopedModel, run_loops
@@ -127,9 +129,9 @@ def evaluate(
 ) -> EvaluationResult:
     """Scores after each of `depths` loops (by default 1 to the trained depth) on `data` or the target's own text.
 
-    With `speed` the depths are timed as well, and so are other `ways` to decode, by the name of what they add to plain
-    decoding. With `cache_policies` the text is decoded under each of them. `progress` is called after each batch with
-    what is going on and the share of it that is done.
+    With `speed` the depths are timed as well, plainly and speculating, and so are other `ways` to decode, by the name
+    of what they add to plain decoding. With `cache_policies` the text is decoded under each of them. `progress` is
+    called after each batch with what is going on and the share of it that is done.
     """
     opened = with_tokenizer(open_target(target), tokenizer)
     depths = list(range(1, opened.model.num_loops + 1)) if depths is None else list(depths)
@@ -160,10 +162,23 @@ def evaluate(
             prompt = ids_WT[0, : ids_WT.shape[1] // 2].tolist()
             room = len(prompt) if opened.max_length is None else opened.max_length - len(prompt)
             count = max(2, min(TIMED_TOKENS, room))
+            ways = {**({"speculating": _speculating()} if Cached.of(opened.model) else {}), **(ways or {})}
             timings = time_depths(opened.model, prompt, depths, tokens=count, ways=ways, progress=progress)
         if cached is not None:
             table = _cache_table(opened.model, cached, ids_WT, targets_WT, batch, progress)
     return EvaluationResult(opened, scores.of(depths), scores, text, timings, table)
+
+
+def _speculating() -> Way:
+    """Decoding that drafts with the first loops where that pays; what it learns of a depth stays for later rounds."""
+    known: dict[int, Speculator] = {}
+
+    def way(model: LoopedModel, prompt: Sequence[int], num_loops: int, tokens: int) -> Iterator[object]:
+        cached, limits = Cached.needed(model, "speculation"), Limits(max_tokens=tokens)
+        speculator = known.setdefault(num_loops, Speculator(cached, num_loops, limits=limits))
+        return speculator.decode(prompt)
+
+    return way
 
 
 def score_tokens(
