@@ -4,10 +4,12 @@
 
 a. Tokens per second of the trained `nano` (benchmarks/trained.py) at batch 1 and 8, beside running everything again.
 b. The same HRM-Text weights, random ones in a folder that transformers wrote, through our adapter and through
-   transformers' `generate`: greedy, batch 1 and 8, token for token. Target: 2× as many tokens per second.
+   transformers' `generate`: greedy, batch 1 and 8, token for token. Target: 2× as many tokens per second. Beside it
+   the matrix products of the layers alone, which say how much there is to gain.
 c. `micro` at batch 1: one loop beside reading its weights once from memory, by the faster of two operations that do
    nothing else. Cold: each call has weights of its own, in turn, more of them than the last-level cache holds. Warm:
-   the same weights every time, out of whatever cache they fit in. Target: 1.5× the time of reading, cold.
+   the same weights every time, out of whatever cache they fit in. Target: 1.5× the time of reading, cold. Beside it
+   the loop's matrix products alone.
 d. `nano` at batch 1: a token's time by kind of operation, each called alone as often as a token calls it, the least of
    all rounds. What is left is Python, views and sums.
 e. `nano` with rotary positions and a context of 2,048: by how much a token takes longer at position 2,000 than at 128,
@@ -26,7 +28,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -35,10 +39,12 @@ from torch.nn import functional as F
 
 import loopscope as ls
 from loopscope.adapters.hf import open_folder
+from loopscope.adapters.hrm_text import HrmText
 from loopscope.inference.cache import KVCache
 from loopscope.inference.decoding import CachedRunner, Limits, RecomputingRunner, Runner, decode, last_logits
 from loopscope.model.layers import rotate
 from loopscope.model.looped_lm import LoopedLM
+from loopscope.protocol import LoopedModel
 from side_by_side import Measured, machine, measure
 from trained import held_out, trained
 
@@ -47,7 +53,7 @@ PROMPT, NEW = 24, 32
 LEAST_GAIN, MOST_OVER_READING, MOST_GROWTH = 2.0, 1.5, 1.25
 COLD_BYTES = 160 << 20
 """Weights that are cycled through: five times the last-level cache of most machines."""
-HRM_SIZES = {
+HRM_SIZES: dict[str, dict[str, Any]] = {
     "nano": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 4},
     "micro": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8},
 }
@@ -143,16 +149,35 @@ def against_transformers(rounds: int, targets: Targets) -> None:
                 "transformers": lambda network=network, ids=prompts_BT: generated(network, ids),
             }
             same = same_tokens(*(run() for run in variants.values()))
-            found = measure(variants, rounds)
+            found = measure(variants | {"products alone": products(model, batch)}, rounds)
             print_speed(name, batch, found)
             ratio = found["transformers"].ratio_to(found["loopscope"])
             targets.check(same == f"{NEW * batch} of {NEW * batch}", f"{name}, batch {batch}: the same tokens: {same}")
             line = f"{name}, batch {batch}: {spread(ratio)} the tokens per second of generate; target {LEAST_GAIN}×"
             targets.check(ratio[0] >= LEAST_GAIN, line)
+            bound = found["transformers"].ratio_to(found["products alone"])
+            print(f"  no more than {spread(bound)} is possible with these matrix products, if all else took no time")
+
+
+def products(model: LoopedModel, batch: int) -> Callable[[], None]:
+    """The matrix products of the layers that as many decoded tokens need, and nothing else."""
+    assert isinstance(model, HrmText)
+    design = model.design
+    stacks = [model.low] * design.low_cycles + [model.high]
+    weights = [each.weight for stack in stacks for each in stack.modules() if isinstance(each, nn.Linear)]
+    inputs = {weight.shape[1]: torch.randn(batch, 1, weight.shape[1]) for weight in weights}
+
+    @torch.inference_mode()
+    def run() -> None:
+        for _ in range(NEW * model.num_loops):
+            for weight in weights:
+                F.linear(inputs[weight.shape[1]], weight)
+
+    return run
 
 
 @torch.no_grad()
-def generated(network: nn.Module, ids_BT: Tensor) -> list[list[int]]:
+def generated(network: Any, ids_BT: Tensor) -> list[list[int]]:
     """transformers' own greedy decoding."""
     mask_BT = torch.ones_like(ids_BT)
     return network.generate(
@@ -176,6 +201,7 @@ def against_memory(rounds: int, targets: Targets) -> None:
         state = model.loop(model.embed(torch.tensor([[3]]), view), 1, view)
     matrices = [module.weight for module in model.recurrence.modules() if isinstance(module, nn.Linear)]
     size = sum(matrix.nbytes for matrix in matrices)
+    inputs = {matrix.shape[1]: torch.randn(1, 1, matrix.shape[1]) for matrix in matrices}
     copies = [model.recurrence, *(copy.deepcopy(model.recurrence) for _ in range(COLD_BYTES // size))]
     print(f"\nc. One loop of micro at batch 1, position {PROMPT}: it reads {size / 1e6:.1f} MB of weights")
     for name, loops in {"cold": copies, "warm": copies[:1] * len(copies)}.items():
@@ -192,24 +218,32 @@ def against_memory(rounds: int, targets: Targets) -> None:
                 for matrix in matrices:
                     operation(matrix.view(-1))
 
+        @torch.inference_mode()
+        def run_products(weights: Sequence[Sequence[Tensor]] = weights) -> None:
+            for matrices in weights:
+                for matrix in matrices:
+                    F.linear(inputs[matrix.shape[1]], matrix)
+
         found = measure(
             {
                 "loop": run_loops,
-                "dot": lambda read=read: read(lambda weight: torch.dot(weight, weight)),
-                "sum": lambda read=read: read(torch.sum),
+                "dot": partial(read, lambda weight: torch.dot(weight, weight)),
+                "sum": partial(read, torch.sum),
+                "products": run_products,
             },
             rounds,
         )
         reading = min((found["dot"], found["sum"]), key=lambda way: statistics.median(way.seconds))
         ratio = found["loop"].ratio_to(reading)
-        for way in (found["loop"], reading):
+        for way in (found["loop"], found["products"], reading):
             seconds = statistics.median(way.seconds) / len(loops)
-            print(f"  {name}  {way.name:5} {1e6 * seconds:8.0f} µs  {size / seconds / 1e9:5.1f} GB/s")
+            print(f"  {name}  {way.name:8} {1e6 * seconds:8.0f} µs  {size / seconds / 1e9:5.1f} GB/s")
         if name == "cold":
             line = f"a loop takes {spread(ratio)} the time of reading its weights; target {MOST_OVER_READING}×"
             targets.check(ratio[0] <= MOST_OVER_READING, line)
         else:
             print(f"  warm: {spread(ratio)} the time of reading")
+        print(f"  {name}: the matrix products alone take {spread(found['products'].ratio_to(reading))}")
 
 
 # --- d. where the time of a small model goes -------------------------------------------------------------------------
@@ -235,8 +269,8 @@ def profile_nano(rounds: int) -> None:
 def _parts(design: ls.ModelConfig, rounds: int) -> dict[str, tuple[int, float]]:
     """Calls and seconds of a token by kind of operation, the whole and the rest included."""
     model = ls.build(design, seed=0).eval()
-    layer, runs = model.recurrence.core.layers[0], design.num_layers * design.num_loops
-    assert isinstance(layer, nn.Module)
+    layer: Any = model.recurrence.core.layers[0]
+    runs = design.num_layers * design.num_loops
     runner = CachedRunner(model, design.num_loops)
     runner.prefill([list(range(PROMPT))])
     x_BTD = torch.randn(1, 1, design.width)

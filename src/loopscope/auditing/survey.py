@@ -330,7 +330,7 @@ def _search(
 ) -> tuple[verdicts.Found, list[Variable]]:
     """Sample tokens, examine each, and sum up."""
     options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
-    carried = Carried.of(states[: run.model.num_loops + 1], partial(_written, run, states[0]))
+    carried = Carried.of(states[: run.model.num_loops + 1], partial(_written, run, states))
     run.notes.extend(carried.skipped)
     places = _places(run.ids_BT, options, generator)
     width = states[0].h_BTD.shape[-1] + sum(part.width for part in carried.searched)
@@ -377,18 +377,22 @@ def _starts_from_noise(run: Survey) -> bool:
     return not torch.equal(one, other)
 
 
-def _written(run: Survey, state: LoopState, name: str) -> bool | None:
-    """Whether h or a weight that is trained reaches a carried tensor in the first loop; None: no weights are known.
+def _written(run: Survey, states: Sequence[LoopState], name: str) -> bool | None:
+    """Whether h or a weight that is trained reaches a carried tensor in the second loop; None: no weights are known.
 
     m ← m + W h with W = 0 or h = 0 leaves m as it was, and is its writer all the same: one of its derivatives is not 0.
+    What the first loop sets and no other touches, as a clamped norm, is no recurrence: it is asked of a single loop
+    only where there is no second.
     """
+    k = min(2, run.model.num_loops)
+    state = states[k - 1]
     weights = [] if run.network is None else [each for each in run.network.parameters() if each.requires_grad]
     if not weights:
         return None
     with torch.enable_grad():
         alone = pytree.tree_map_only(Tensor, Tensor.detach, state)
         alone.h_BTD.requires_grad_()
-        tensor = run.model.loop(alone, 1).carried[name]
+        tensor = run.model.loop(alone, k).carried[name]
         if not tensor.requires_grad:
             return False
         found = torch.autograd.grad(tensor, [*weights, alone.h_BTD], torch.randn_like(tensor), allow_unused=True)
