@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from loopscope.data.corpora import Corpus, Split, joined
+from loopscope.data.tasks import TaskText
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import DataError
 from loopscope.files import MOST_JSON_BYTES, Form, first_misfit, open_file, read_text
@@ -111,6 +112,10 @@ class PackedTokens:
     @cached_property
     def _exceptions_E2(self) -> np.ndarray:
         return _mapped(self.folder / self.manifest["byte_exceptions"]["file"], EXCEPTION).reshape(-1, 2)
+
+
+SplitTokens = PackedTokens | TaskText
+"""A split in the tokens of a run: packed text, or a task, which is generated as it is read."""
 
 
 def pack(

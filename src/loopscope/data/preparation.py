@@ -10,8 +10,7 @@ from typing import Any
 
 from loopscope.config import Config, DataConfig
 from loopscope.data.corpora import Corpus, Split, open_corpus
-from loopscope.data.packing import pack
-from loopscope.data.stream import SplitTokens
+from loopscope.data.packing import SplitTokens, pack
 from loopscope.data.tasks import TaskText
 from loopscope.data.tokenizers import MANIFEST_FILE, Tokenizer, check_vocabulary, fit_tokenizer, load_tokenizer
 from loopscope.errors import DataError

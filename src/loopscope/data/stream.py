@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loopscope.config import DataConfig
-from loopscope.data.packing import READ_TOKENS, PackedTokens, pack
+from loopscope.data.packing import READ_TOKENS, PackedTokens, SplitTokens, pack
 from loopscope.data.tasks import HELD_OUT_INSTANCES, Rows, TaskText
 from loopscope.errors import ConfigError, DataError
 from loopscope.machine import cache_folder
@@ -39,8 +39,6 @@ __all__ = [
     "unigram_cross_entropy",
 ]
 
-SplitTokens = PackedTokens | TaskText
-"""A split in the tokens of a run: packed text, or a task, which is generated as it is read."""
 ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1

@@ -40,7 +40,7 @@ from loopscope.runs import RunFolder, folder_written_whole, write_json
 from loopscope.scores import Evaluation
 
 if TYPE_CHECKING:
-    from loopscope.data.stream import SplitTokens
+    from loopscope.data.packing import SplitTokens
     from loopscope.targets import Opened
     from loopscope.training.trainer import Trainer
     from loopscope.verbs.training import TrainingResult

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from loopscope.auditing.activity import loop_activity
 from loopscope.config import MOST_LOOPS
-from loopscope.data.stream import SplitTokens, answer_batches, covered_bytes, evaluation_batches
+from loopscope.data.packing import SplitTokens
+from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.files import read_as

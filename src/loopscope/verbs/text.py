@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from loopscope.data.corpora import Split, open_corpus
+from loopscope.data.packing import SplitTokens
 from loopscope.data.preparation import evaluation_tokens, pack_split
-from loopscope.data.stream import SplitTokens
 from loopscope.data.tokenizers import fit_tokenizer
 from loopscope.errors import ConfigError
 from loopscope.targets import Opened
