@@ -8,8 +8,8 @@ from typing import NoReturn
 
 def main() -> int:
     """The command line, from its first import on: SIGTERM ends it as Ctrl-C does, with a word and exit code 130."""
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
+        signal.signal(signal.SIGTERM, _interrupt)  # in here, since it may arrive at once
         from loopscope.cli import main as run
 
         return run()
