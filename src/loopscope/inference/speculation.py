@@ -15,9 +15,9 @@ r_n that of reading n tokens out, the time of a token is
     block   [m·(d·t_1 + r_1) + (K − d)·t_m + r_m] / Σ_{i<m} aⁱ
     wave    [d·t_L + r_2]·(1 + (1 − a)·(L − 1))        L = ⌈K/d⌉ lanes
 
-and what runs follows from a and t as they are measured. Greedy output is that of plain decoding, but for rounding: a
-token's logits change in their last digits with the shape of the batch it is in. Sampled output has the distribution of
-plain decoding exactly (`sampling.accept`).
+and what runs follows from a and t as they are measured, corrected by what tokens of each kind of plan really took.
+Greedy output is that of plain decoding, but for rounding: a token's logits change in their last digits with the shape
+of the batch it is in. Sampled output has the distribution of plain decoding exactly (`sampling.accept`).
 
 Shape legend: V vocabulary, K loops.
 """
@@ -54,6 +54,8 @@ MEMORY = 0.98
 """What is known about acceptance loses so much weight with every token: some fifty tokens count."""
 PLANNED = 32
 """Tokens after which the plan is thought over."""
+COMPARED = 6
+"""Tokens that are decoded plainly before anything else: what speculation is compared with."""
 WORTH_IT = 1.05
 """Predicted gain below which tokens are decoded plainly."""
 MOST_DRAFTED = 8
@@ -163,6 +165,9 @@ class Speculator:
         self.acceptance = {d: Acceptance() for d in range(1, num_loops)}
         """By loops that draft."""
         self._times: Times | None = None
+        self._excess: dict[str, float] = {}
+        """By kind of plan: seconds that a token took, over those that were predicted."""
+        self._plain_until = 0
         if plan is not None and plan.kind != "plain" and not 1 <= plan.loops < num_loops:
             raise ConfigError.of("speculate", str(plan), f"at least one and fewer than all {num_loops} loops draft")
         if plan is not None and plan.kind == "block" and plan.tokens < 1:
@@ -184,17 +189,29 @@ class Speculator:
         self._look_until, self._planned_until = 0 if known else LOOKED_AT, 0
         plan = PLAIN
         while self._text.finish is None:
-            before = len(self._text.tokens)
             plan = self._next_plan(plan)
-            if plan.kind == "look":
-                yield self._look()
-            elif plan.kind == "plain":
-                yield self._plain()
-            elif plan.kind == "block":
-                yield from self._block(plan)
-            else:
-                yield from self._wave(plan)
-            self.tally.plans[str(plan)] = self.tally.plans.get(str(plan), 0) + len(self._text.tokens) - before
+            made, seconds = 0, 0.0
+            started = time.perf_counter()
+            for emitted in self._run(plan):
+                seconds += time.perf_counter() - started  # what the caller does between two tokens is not counted
+                made += 1
+                if made % COMPARED == 0:  # a wave may go on for long
+                    self._compare(plan, seconds / made)
+                yield emitted
+                started = time.perf_counter()
+            self.tally.plans[str(plan)] = self.tally.plans.get(str(plan), 0) + made
+            self._compare(plan, seconds / made)
+
+    def _run(self, plan: Plan) -> Iterator[tuple[Continuation, Token]]:
+        """Tokens of one plan, at least one."""
+        if plan.kind == "look":
+            yield self._look()
+        elif plan.kind == "plain":
+            yield self._plain()
+        elif plan.kind == "block":
+            yield from self._block(plan)
+        else:
+            yield from self._wave(plan)
 
     # --- one token after another -------------------------------------------------------------------------------------
 
@@ -332,23 +349,40 @@ class Speculator:
         if done >= self._look_until + LOOK_AGAIN:
             self._look_until = done + LOOKED_AT // 3
             return LOOK
+        if self._times is None:
+            self._times = self._measured()
+        if "plain" not in self._excess or (plan == PLAIN and done < self._plain_until):
+            self._plain_until = self._plain_until if "plain" in self._excess else done + COMPARED
+            return PLAIN
         if plan == LOOK or done >= self._planned_until:
             self._planned_until = done + PLANNED
             return self._best_plan()
         return plan
 
+    def _compare(self, plan: Plan, seconds: float) -> None:
+        """Note by how much a token took longer than predicted: embedding, choosing and Python are in no equation."""
+        if self._times is None or plan == LOOK:
+            return
+        rate = self.acceptance[plan.loops].rate if plan.loops else 0.0
+        excess = seconds / self._times.predicted(plan, self.num_loops, rate)
+        self._excess[plan.kind] = 0.9 * self._excess.get(plan.kind, excess) + 0.1 * excess
+
     def _best_plan(self) -> Plan:
         """The plan with the least predicted time a token, if it gains anything worth the trouble."""
-        if self._times is None:
-            self._times = self._measured()
+        assert self._times is not None
         draft_loops = range(1, self.num_loops)
         plans = [Plan("block", d, m) for d in draft_loops for m in range(2, MOST_DRAFTED + 1)]
         if MixedDepths.of(self.model) is not None:
             plans += [Plan("wave", d) for d in draft_loops]
         rates = {d: acceptance.rate for d, acceptance in self.acceptance.items()}
-        seconds = {plan: self._times.predicted(plan, self.num_loops, rates[plan.loops]) for plan in plans}
+        usual = self._excess["plain"]
+        seconds = {
+            plan: self._times.predicted(plan, self.num_loops, rates[plan.loops]) * self._excess.get(plan.kind, usual)
+            for plan in plans
+        }
         best = min(plans, key=lambda plan: seconds[plan])
-        return best if self._times.predicted(PLAIN, self.num_loops, 0.0) >= WORTH_IT * seconds[best] else PLAIN
+        plain = self._times.predicted(PLAIN, self.num_loops, 0.0) * usual
+        return best if plain >= WORTH_IT * seconds[best] else PLAIN
 
     def _measured(self, rounds: int = 5) -> Times:
         """Loops and readouts over 1 … m tokens and lanes, at positions after the text: nothing there is ever read."""
