@@ -20,7 +20,7 @@ from loopscope.machine import cache_folder
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.text import tokens_for
 
-STEPS = {"nano": 400, "micro": 150}
+STEPS = {"nano": 400, "micro": 60}
 LR = {"nano": 4e-3, "micro": 2e-3}
 PENALTY = {"controlled": 0.01, "rmsnorm": 0.0}
 

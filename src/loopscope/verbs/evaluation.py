@@ -163,19 +163,22 @@ def evaluate(
             prompt = ids_WT[0, : ids_WT.shape[1] // 2].tolist()
             room = len(prompt) if opened.max_length is None else opened.max_length - len(prompt)
             count = max(2, min(TIMED_TOKENS, room))
-            ways = {**({"speculating": _speculating()} if Cached.of(opened.model) else {}), **(ways or {})}
+            ways = {
+                **({"speculating": _speculating(opened.max_length)} if Cached.of(opened.model) else {}),
+                **(ways or {}),
+            }
             timings = time_depths(opened.model, prompt, depths, tokens=count, ways=ways, progress=progress)
         if cached is not None:
             table = _cache_table(opened.model, cached, ids_WT, targets_WT, batch, progress)
     return EvaluationResult(opened, scores.of(depths), scores, text, timings, table)
 
 
-def _speculating() -> Way:
+def _speculating(context: int | None) -> Way:
     """Decoding that drafts with the first loops where that pays; what it learns of a depth stays for later rounds."""
     known: dict[int, Speculator] = {}
 
     def way(model: LoopedModel, prompt: Sequence[int], num_loops: int, tokens: int) -> Iterator[object]:
-        cached, limits = Cached.needed(model, "speculation"), Limits(max_tokens=tokens)
+        cached, limits = Cached.needed(model, "speculation"), Limits(max_tokens=tokens, context=context)
         speculator = known.setdefault(num_loops, Speculator(cached, num_loops, limits=limits))
         return speculator.decode(prompt)
 
