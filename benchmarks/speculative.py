@@ -162,6 +162,9 @@ def report(
     print(f"  plain: {1 / statistics.median(plain.seconds):.0f} tokens/s, {plain.tokens:,} tokens")
     at_one = times.predicted(PLAIN, num_loops, 0.0) / (enough * times.loop[1] + times.readout[1])
     print(f"  the same CE with {enough} of {num_loops} loops: {at_one:.2f}× without any speculation")
+    many = ", ".join(f"{n}: {times.loop[n] / times.loop[1]:.2f}" for n in (2, 4, 8))
+    print(f"  a loop over n tokens, in times of one: {many}; of lanes {max(times.lanes)}: "
+          f"{times.lanes[max(times.lanes)] / times.loop[1]:.2f}")  # fmt: skip
     speeds = {}
     for name, plan in ways.items():
         this = found[name]
