@@ -113,7 +113,8 @@ class Watch:
             signal.signal(signal.SIGPROF, handler)
             resource.setrlimit(resource.RLIMIT_AS, before)
             if (seconds := time.process_time() - started) > self.slowest:
-                self.slowest, self.slowest_case = seconds, case
+                # Half a surrogate pair could not be sent from one process of the tests to another.
+                self.slowest, self.slowest_case = seconds, case.encode("utf-8", "backslashreplace").decode()
 
 
 class TooLongError(Exception):

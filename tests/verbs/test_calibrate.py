@@ -131,8 +131,9 @@ def test_a_policy_that_never_leaves_is_null_in_its_file():
 
 
 def test_bounds_and_models_that_cannot_be_are_refused():
-    for name, value in (("max_ppl_increase", 0.0), ("max_ppl_increase", np.inf), ("confidence", 1.0)):
-        with pytest.raises(ConfigError, match=name):
+    wrong = (("max_ppl_increase", 0.0), ("max_ppl_increase", np.inf), ("confidence", 1.0), ("rules", ()))
+    for name, value in wrong:
+        with pytest.raises(ConfigError, match=name.removesuffix("s")):
             calibrate(opened(), **{name: value}, data=["task:hops:6"])
     plain = ls.adapt(embed=lambda ids: ids[..., None].float(), loop=lambda h, k: h, readout=lambda h, k: h, num_loops=2)
     with pytest.raises(UnsupportedError, match="key-value cache"):

@@ -162,6 +162,8 @@ def calibrate(
     """
     if not 0 < max_ppl_increase < math.inf:
         raise ConfigError.of("max_ppl_increase", max_ppl_increase, "must be above 0, as 0.01 for 1 %")
+    if not rules:
+        raise ConfigError.of("rule", rules, f"name at least one of {', '.join(RULES)}, or all")
     if not 0.5 <= confidence < 1:
         raise ConfigError.of("confidence", confidence, "must be at least 0.5 and below 1")
     opened = with_tokenizer(open_target(target), tokenizer)
