@@ -168,7 +168,7 @@ def _table(result: EvaluationResult) -> Table:
         "‖h‖",
         *(f"{what} (tokens/s)" for what in timed),
     ]
-    for name in [*names, "cache (bytes/token)"] if kept else names:
+    for name in [*names, "cache (B/token)"] if kept else names:
         table.add_column(name, justify="right")
     for score in scores.depths:
         numbers = ((score.ce, ".4f"), (score.perplexity, ".2f"), (score.bits_per_byte, ".4f"), (score.norm, ".4g"))

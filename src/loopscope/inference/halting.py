@@ -258,7 +258,10 @@ def read_policy(path: Path) -> Halting:
     problems: Problems = {}
     found = read_json(path, problems)
     if found is None:
-        raise ConfigError.of("halting", str(path), next(iter(problems.values()), "no such file"))
+        why = "cannot be read as JSON" if problems else "no such file"
+        raise ConfigError.of(
+            "halting", str(path), f"{why}; `loopscope calibrate TARGET -o {path.name}` writes a policy"
+        )
     threshold = found.get("threshold", float("nan"))
     is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool) and threshold == threshold
     if found.get("schema_version") != POLICY_VERSION or not (threshold is None or is_number):
