@@ -1,5 +1,5 @@
-"""Write what comes from the code and from records: docs/cli.md from the command line's own help, and the claims table
-of the README from the record that its mark names.
+"""Write what comes from the code and from records: docs/cli.md from the command line's own help, the table of
+docs/designs.md from the registry, and the claims table of the README from the record that its mark names.
 
 python docs/generate.py          (or: make docs)
 """
@@ -11,14 +11,18 @@ import re
 from pathlib import Path
 
 from loopscope.cli import VERBS, Shown, parse
+from loopscope.designs import DESIGNS
 from loopscope.experiments.documents import read_reproduction
 from loopscope.experiments.tables import brief_claims_table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "cli.md"
+DESIGNS_PAGE = ROOT / "docs" / "designs.md"
 README = ROOT / "README.md"
 WIDTH = "110"
 MARKED = re.compile(r"(<!-- claims of (\S+): written by make docs -->\n).*?(<!-- end of claims -->)", flags=re.DOTALL)
+
+TABLE = re.compile(r"(<!-- designs: written by make docs -->\n).*?(<!-- end of designs -->)", flags=re.DOTALL)
 
 
 def cli_reference() -> str:
@@ -48,6 +52,14 @@ def _claims_of(record: Path) -> str:
     return brief_claims_table(claims.of("paper", "valid")).markdown(heading=False).rstrip()
 
 
+def with_designs(page: str) -> str:
+    """The page of designs with the registry between its marks."""
+    rows = [f"| `{name}` | {design.summary} | {design.source} |" for name, design in DESIGNS.items()]
+    table = "\n".join(["| design | what it is | source |", "|---|---|---|", *rows])
+    return TABLE.sub(lambda marks: f"{marks[1]}{table}\n{marks[2]}", page)
+
+
 if __name__ == "__main__":
     PAGE.write_text(cli_reference(), encoding="utf-8")
     README.write_text(with_claims(README.read_text("utf-8")), encoding="utf-8")
+    DESIGNS_PAGE.write_text(with_designs(DESIGNS_PAGE.read_text("utf-8")), encoding="utf-8")

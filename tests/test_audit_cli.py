@@ -234,6 +234,32 @@ def test_a_push_of_a_run_is_kept_in_its_audit_and_in_the_json(audit, run_folder)
     assert len(printed["push"]["pushes"][0]["growth_by_step"]) == 4
 
 
+def test_how_tokens_move_is_told_in_shares_and_kept_in_the_audit(audit, design):
+    _, out, _ = audit(design("rmsnorm"), "--motion")
+    assert "tokens, by how they move" in out and "Over 64 loops 45 tokens are" in out
+    _, out, _ = audit(design("rmsnorm"), "--motion", "--json")
+    motion = json.loads(out)["token_motion"]
+    assert len(motion["tokens"]) == 45 and sum(motion["shares"].values()) == pytest.approx(1)
+
+
+def test_a_model_that_ends_with_its_depth_is_audited_and_its_motion_is_missing_with_a_reason(
+    audit, tmp_path, monkeypatch
+):
+    (tmp_path / "ends.py").write_text(
+        "import torch, loopscope as ls\n"
+        "gain = torch.ones(3, 1)\n"
+        "def build():\n"
+        "    table = torch.nn.Embedding(32, 8)\n"
+        "    return ls.adapt(embed=table, loop=lambda h, k: h + gain[k - 1] * torch.tanh(h), num_loops=3,\n"
+        "                    readout=lambda h, k: h @ table.weight.T, module=table)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = audit("ends:build", "--motion", "--json")
+    result = json.loads(out)
+    assert result["token_motion"] is None
+    assert any("this model ends after 3: loop 4 fails with IndexError" in note for note in result["checks"]["notes"])
+
+
 def test_an_audit_without_a_push_says_so(audit, design):
     assert json.loads(audit(design("raw"), "--json")[1])["push"] is None
 

@@ -94,7 +94,7 @@ def test_the_help_of_train_starts_with_what_a_newcomer_needs_and_shows_the_value
     assert main(["train", "--preset", "paper-44m", "--help"]) == 0
     start, rest = capsys.readouterr().out.split("\nstart here:\n")[1].split("\n\n", 1)
     first = re.findall(r"^  (--[a-z-]+)", start, flags=re.MULTILINE)
-    assert first[:4] == ["--preset", "--data", "--readout", "--objective"]
+    assert first[:5] == ["--preset", "--design", "--data", "--readout", "--objective"]
     assert {"--num-loops", "--steps", "--batch", "--lr", "--seed", "--norm-penalty", "--out", "--resume"} < {*first}
     assert not {*first} & {*re.findall(r"^  (--[a-z-]+)", rest, flags=re.MULTILINE)}, "nothing is shown twice"
     assert "(default: paper-44m)" in start

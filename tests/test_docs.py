@@ -62,6 +62,10 @@ def test_the_command_line_reference_is_what_help_prints(generate, monkeypatch):
     assert PAGES["cli.md"] == generate.cli_reference(), "run `make docs`"
 
 
+def test_the_table_of_designs_is_that_of_the_registry(generate):
+    assert generate.with_designs(PAGES["designs.md"]) == PAGES["designs.md"], "run `make docs`"
+
+
 def test_the_claims_of_the_readme_are_those_of_its_record(generate):
     assert generate.with_claims(README) == README, "run `make docs`"
     assert "| C11 " in README
@@ -130,11 +134,11 @@ def test_every_field_of_a_check_is_documented(capsys):
 
 def test_every_field_of_an_audit_is_documented(capsys):
     quick = ["--states", "1", "--prefix", "4", "--tokens", "32", "--loops", "5"]
-    push = ["--push", "--push-steps", "1"]
-    assert main(["audit", "preset:demo", "--json", *quick, *push]) == 1
+    asked = ["--push", "--push-steps", "1", "--motion"]
+    assert main(["audit", "preset:demo", "--json", *quick, *asked]) == 1
 
     for key in keys(json.loads(capsys.readouterr().out)):
-        assert f"`{key}`" in PAGES["audit.md"], f"{key} of audit.json is not in docs/audit.md"
+        assert f"`{key}`" in PAGES["audit.md"] + PAGES["motion.md"], f"{key} of audit.json is not in docs/audit.md"
 
 
 def test_the_makefile_targets_the_readme_names_exist():

@@ -52,7 +52,7 @@ def keys(value):
 
 
 def test_json_has_every_part_that_was_asked_for_and_every_field_is_documented(evaluate):
-    code, out, _ = evaluate("--depths", "1..5", "--speed", "--cache-policies", "--json")
+    code, out, _ = evaluate("--depths", "1..5", "--speed", "--cache-policies", "--exit-gap", "--json")
     document = json.loads(out)
     assert code == 0
     assert [each["k"] for each in document["speed"]] == [k for k in range(1, 6) for _ in range(3)]
@@ -86,6 +86,13 @@ def test_the_cache_table_has_a_row_for_every_policy_and_a_sentence(evaluate):
         assert re.search(rf"│ {policy} ", out)
     assert "cache policies at 3 loops: 20 windows, 320 decoded tokens" in out
     assert re.search(r"(Safe at 0\.01 nats|No policy is safe)", out) and "s_K/s_1" in out
+
+
+def test_every_exit_among_the_depths_is_taken_apart(evaluate):
+    code, out, _ = evaluate("--depths", "1,2,3", "--exit-gap")
+    assert code == 0 and "exits: fitted on 320 tokens, asked on 320 in 10 windows" in out and "CE − CE(3)" in out
+    code, _, err = evaluate("--depths", "3..4", "--exit-gap")
+    assert code == 2 and "none of the depths is an exit below the trained 3" in err
 
 
 def test_cache_policies_of_a_model_without_a_cache_are_refused_before_anything_runs():

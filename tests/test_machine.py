@@ -18,7 +18,7 @@ import loopscope as ls
 from loopscope import machine
 from loopscope.config import TrainingConfig
 from loopscope.errors import UnsupportedError
-from loopscope.experiments.grid import RowSpec
+from loopscope.experiments.rows import RowSpec
 from loopscope.training.optimizers import Optimizers
 
 ANNOUNCED = "processor : 0\nmodel name : Xeon (made up)\nflags : fpu avx512_bf16 amx_bf16 amx_tile\n\nprocessor : 1\n"

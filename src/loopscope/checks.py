@@ -14,7 +14,7 @@ MOST_WHOLE = 2**63 - 1
 """The largest whole number of 64 bits."""
 
 
-def check_only_with(config: Any, chooser: str, choice: str, *names: str) -> None:
+def check_only_with(config: Any, chooser: str, choice: str | bool, *names: str) -> None:
     """Fields that mean something only under one choice must keep their default under the others."""
     if getattr(config, chooser) == choice:
         return

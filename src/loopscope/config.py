@@ -7,6 +7,7 @@ No torch here: the command line reads configurations before it knows whether tor
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from loopscope.checks import (
 from loopscope.errors import ConfigError, suggest
 from loopscope.files import MOST_YAML_BYTES, parse_yaml, read_text
 
+HUGINN_NOISE_STD = math.sqrt(2 / 5)
+"""Of Huginn's initial state."""
 MOST_EPS = 0.01
 """A norm with a larger epsilon does not hide scale any more: the leak is eps/(s² + eps)."""
 PAPER_PENALTY = 0.01
@@ -74,23 +77,35 @@ class ModelConfig:
     """Attention heads; must divide the width."""
     num_kv_heads: int | None = None
     """Key/value heads (grouped-query attention); None means as many as heads."""
+    head_width: int | None = None
+    """Channels of a head; None means width / num_heads."""
+    qk_bias: bool = False
+    """Add a learned bias to queries and keys (Huginn)."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head."""
+    qk_norm_gain: bool = True
+    """Learned gains of the query and key norms; without them (Parcae) their epsilon is the machine's."""
     attention_gate: bool = False
     """Multiply what the heads return by a sigmoid of the layer's input, channel by channel (HRM-Text)."""
-    mlp: Literal["swiglu", "gelu", "relu2"] = "swiglu"
+    value_embeddings: bool = False
+    """Every other layer adds a gated embedding of the token to its values (Parcae)."""
+    mlp: Literal["swiglu", "gelu", "relu2", "half-relu2"] = "swiglu"
     """Feed-forward kind."""
     mlp_width: int | None = None
     """Hidden width of the feed-forward; None means 4 × width."""
     dropout: float = 0.1
     """Dropout on the embedding and on every residual branch."""
 
+    embedding_scale: float = 1.0
+    """Factor on the token embedding; Huginn's is the root of its width."""
     positions: Literal["learned", "rope"] = "learned"
     """Learned absolute positions (the paper) or rotary ones."""
     max_length: int = 256
     """Longest sequence; the size of the learned position table."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_pairs: Literal["halves", "interleaved"] = "halves"
+    """Channels that turn together: c and c + C/2 of a head, or its neighbours 2c and 2c + 1 (Huginn, Parcae)."""
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of the norms inside the layers."""
@@ -101,14 +116,22 @@ class ModelConfig:
 
     inter_loop_norm: Literal["none", "rmsnorm", "layernorm"] = "none"
     """Norm that opens every loop after the first: it removes scale from the recurrence."""
+    prelude_norm: Literal["none", "rmsnorm", "layernorm"] = "none"
+    """Norm on the embedded input, behind the prelude (Parcae)."""
+    coda_norm: Literal["none", "rmsnorm", "layernorm"] = "none"
+    """Norm on the state before the coda (Huginn)."""
+    coda_map: bool = False
+    """A learned matrix on the state before the coda, behind its norm (Parcae)."""
     share_readout_norm: bool = False
-    """The readout's norm and the inter-loop norm are one module (Ouro)."""
+    """The readout's norm is also the inter-loop norm (Ouro) and the coda's (Huginn), where there are any."""
     spectral_damping: bool = False
     """Scale the carried state by a learned sigmoid at the start of every loop after the first."""
     injection: Literal["none", "add", "concat", "gated", "diagonal"] = "none"
     """How each loop reads the embedded input again."""
     state_init: Literal["embedding", "zeros", "noise"] = "embedding"
     """State before the first loop."""
+    noise_std: float = HUGINN_NOISE_STD
+    """Standard deviation of a noise state, which is cut at three of them."""
     loop_embedding: bool = False
     """Add a learned vector that tells the core which loop it is in."""
 
@@ -129,16 +152,18 @@ class ModelConfig:
 
     tie_head: bool = True
     """The head is the token embedding."""
-    init: Literal["pytorch-default", "scaled"] = "pytorch-default"
-    """pytorch-default: N(0, 1) embedding (the paper); scaled: std 0.02, residual outputs scaled by depth."""
+    init: Literal["pytorch-default", "scaled", "huginn", "parcae"] = "pytorch-default"
+    """pytorch-default: N(0, 1) embedding (the paper); scaled: std 0.02, residual outputs scaled by depth; huginn: the
+    same with std √(2/5d); parcae: that std, residual outputs zero."""
 
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "vocab_size", "width", "num_layers", "num_loops", "num_heads", "max_length")
-        check_positive(self, "num_kv_heads", "mlp_width", "norm_eps", "rope_base", "reference_scale")
+        check_positive(self, "num_kv_heads", "head_width", "mlp_width", "norm_eps", "rope_base", "reference_scale")
+        check_positive(self, "embedding_scale", "noise_std")
         check_not_negative(self, "prelude_layers", "coda_layers")
         check_at_most(self, MOST_LOOPS, "num_layers", "num_loops", "prelude_layers", "coda_layers")
-        check_at_most(self, 100_000_000, "vocab_size", "width", "mlp_width", "max_length")
+        check_at_most(self, 100_000_000, "vocab_size", "width", "head_width", "mlp_width", "max_length")
         check_at_most(self, MOST_EPS, "norm_eps")
         _check_attention(self)
         _check_recurrence(self)
@@ -152,6 +177,21 @@ class ModelConfig:
         return self.num_kv_heads or self.num_heads
 
     @property
+    def head_channels(self) -> int:
+        """Channels of a head actually built."""
+        return self.head_width or self.width // self.num_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Channels of all heads together: the width, unless heads have one of their own."""
+        return self.num_heads * self.head_channels
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all keys, or values, of a token."""
+        return self.kv_heads * self.head_channels
+
+    @property
     def mlp_hidden(self) -> int:
         """Hidden width of the feed-forward actually built."""
         return self.mlp_width or 4 * self.width
@@ -160,6 +200,15 @@ class ModelConfig:
     def total_layers(self) -> int:
         """Layers a token passes through when all loops are run."""
         return self.prelude_layers + self.num_layers * self.num_loops + self.coda_layers
+
+    def first_layer(self, part: str) -> int:
+        """Number of the first layer of a part, counted through prelude, core and coda."""
+        before_coda = self.prelude_layers + self.num_layers
+        return {"prelude": 0, "core": self.prelude_layers, "coda": before_coda}[part]
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Whether the layer of this number has one: every other layer, the last of the coda included."""
+        return self.value_embeddings and (self.first_layer("coda") + self.coda_layers - 1 - layer) % 2 == 0
 
 
 Placement = Literal["terminal", "per-loop", "weighted", "last-n", "gated"]
@@ -465,14 +514,15 @@ def _only_last(objective: ObjectiveConfig) -> bool:
 
 
 def _check_attention(config: ModelConfig) -> None:
-    if config.width % config.num_heads:
+    if config.head_width is None and config.width % config.num_heads:
         raise ConfigError.of("num_heads", config.num_heads, f"must divide width = {config.width}")
     if config.num_heads % config.kv_heads:
         raise ConfigError.of("num_kv_heads", config.kv_heads, f"must divide num_heads = {config.num_heads}")
-    if config.positions == "rope" and (config.width // config.num_heads) % 2:
-        head_width = config.width // config.num_heads
-        raise ConfigError.of("positions", "rope", f"needs an even head width, and width / num_heads is {head_width}")
-    check_only_with(config, "positions", "rope", "rope_base")
+    if config.positions == "rope" and config.head_channels % 2:
+        why = f"needs an even head width, and width / num_heads is {config.head_channels}"
+        raise ConfigError.of("positions", "rope", why)
+    check_only_with(config, "positions", "rope", "rope_base", "rope_pairs")
+    check_only_with(config, "qk_norm", True, "qk_norm_gain")
 
 
 def _check_recurrence(config: ModelConfig) -> None:
@@ -480,9 +530,12 @@ def _check_recurrence(config: ModelConfig) -> None:
         raise ConfigError.of("state_init", config.state_init, "needs an injection, or the input never reaches the loop")
     if config.num_loops == 1 and config.inter_loop_norm != "none":
         raise ConfigError.of("inter_loop_norm", config.inter_loop_norm, "has no effect with one loop")
-    if config.share_readout_norm and config.readout != config.inter_loop_norm:
+    check_only_with(config, "state_init", "noise", "noise_std")
+    others = {config.inter_loop_norm, config.coda_norm} - {"none"}
+    if config.share_readout_norm and others != {config.readout}:
         why = (
-            f"needs readout and inter_loop_norm to be the same norm, not {config.readout} and {config.inter_loop_norm}"
+            "needs the readout and the inter-loop norm, or the coda's, to be the same norm, not "
+            f"{config.readout} and {', '.join(sorted(others)) or 'none'}"
         )
         raise ConfigError.of("share_readout_norm", True, why)
 
@@ -496,9 +549,12 @@ def _check_readout(config: ModelConfig) -> None:
         raise ConfigError.of("taper_gate", config.taper_gate, "must be between 0 and 1")
     check_only_with(config, "readout", "alpha", "alpha", "alpha_mode", "reference_scale", "reference_mode")
     check_only_with(config, "readout", "taper", "taper_gate")
+    for name, default in (("coda_norm", "none"), ("coda_map", False)):
+        if getattr(config, name) != default and not config.coda_layers:
+            raise ConfigError.of(name, getattr(config, name), "needs coda_layers ≥ 1; without a coda there is readout")
     if config.alpha == 1 and config.alpha_mode == "fixed":
-        for name, default in (("reference_scale", 1.0), ("reference_mode", "fixed")):
-            if getattr(config, name) != default:
+        for name, usual in (("reference_scale", 1.0), ("reference_mode", "fixed")):
+            if getattr(config, name) != usual:
                 raise ConfigError.of(name, getattr(config, name), "has no effect at alpha = 1, where s_ref cancels")
 
 

@@ -195,6 +195,8 @@ class Audit:
     """Whether its loops were asked for all that they are asked for today, whatever came of it."""
     pushes: list[Push]
     """Empty where the push test was not asked for."""
+    token_motion: str
+    """How tokens move over many loops, in a sentence; empty where that was not asked for."""
     notes: list[str]
 
     @property
@@ -240,6 +242,7 @@ class Audit:
             interventions=[row.as_a(Intervention, clamps=_clamped(row)) for row in part.parts("interventions")],
             heaviest=[row.as_a(Token) for row in part.parts("heaviest_tokens")],
             pushes=[row.as_a(Push, name=row.text("name") or "unnamed") for row in part.part("push").parts("pushes")],
+            token_motion=part.part("token_motion").text("summary"),
             notes=part.part("checks").texts("notes"),
         )
 

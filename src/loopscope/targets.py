@@ -3,7 +3,8 @@
     runs/NAME                     a run folder: its newest checkpoint        runs/NAME/checkpoints/step-00000250
     downloads/Ouro-1.4B           a local Hugging Face folder: config.json and safetensors
     hf:ORG/NAME[@REVISION]        the same from the hub, through huggingface_hub's cache
-    preset:nano, my-config.yaml   a design, freshly initialised
+    preset:nano, my-config.yaml   a configuration, freshly initialised
+    design:huginn                 a published design at the size of the preset demo, likewise
     package.module:factory        a function that returns a LoopedModel
 
 The word means the same in every verb and in `loopscope.open`. Code that comes with a checkpoint is never run; a factory
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from loopscope.adapters.hf import download, is_hf_folder, open_folder
 from loopscope.config import Config, DataConfig, ObjectiveConfig, TargetConfig, load_config
 from loopscope.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
+from loopscope.designs import DESIGN_SIZE, design
 from loopscope.errors import ConfigError, DataError, LoopscopeError, ProtocolError
 from loopscope.model.looped_lm import build
 from loopscope.presets import preset
@@ -101,6 +103,8 @@ def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
     check_word(text)
     if text.startswith("preset:"):
         return of_config(text, preset(text.removeprefix("preset:")), seed)
+    if text.startswith("design:"):
+        return of_config(text, design(text.removeprefix("design:")).apply(preset(DESIGN_SIZE)), seed)
     if text.startswith("hf:"):
         return replace(of_folder(download(text)), name=text)
     if path.is_dir():
@@ -113,7 +117,7 @@ def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
 def is_factory(word: str) -> bool:
     """Whether a word is package.module:factory, as `open_target` reads it."""
     path = Path(word)
-    others = word.startswith(("preset:", "hf:")) or path.is_dir() or path.suffix in (".yaml", ".yml")
+    others = word.startswith(("preset:", "design:", "hf:")) or path.is_dir() or path.suffix in (".yaml", ".yml")
     return ":" in word and not others
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from loopscope.config import load_config
+from loopscope.designs import design
 from loopscope.errors import RunError
 from loopscope.presets import preset
 
-WORDS = "a run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file or "
+WORDS = "a run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration file or "
 WORDS += "package.module:factory"
 HF_CONFIG_FILE = "config.json"
 
@@ -21,6 +22,8 @@ def check_word(word: str) -> None:
     path = Path(word)
     if word.startswith("preset:"):
         preset(word.removeprefix("preset:"))
+    elif word.startswith("design:"):
+        design(word.removeprefix("design:"))
     elif word.startswith("hf:"):
         return
     elif path.is_dir():

@@ -150,7 +150,7 @@ def test_a_task_without_instances_for_a_split_says_so(monkeypatch):
 
 def test_a_further_task_is_one_class_and_one_line(monkeypatch):
     monkeypatch.setitem(TASKS, "coin", Coin)
-    monkeypatch.setattr(tasks, "HASHED_INSTANCES", 0)
+    monkeypatch.setattr(tasks.base, "HASHED_INSTANCES", 0)
     ids, targets = training_stream(text_of("train", "task:coin"), 8, 5, 0).batch(0)
     assert ids.shape == (5, 3) and torch.equal(targets[:, 2], ids[:, 1]) and (targets[:, :2] == IGNORE_INDEX).all()
 

@@ -18,8 +18,9 @@ from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig
 from loopscope.errors import ConfigError, RunError
 from loopscope.experiments import backends
 from loopscope.experiments.backends import Here, Ray, launch, make_backend, usable_cores
-from loopscope.experiments.grid import Grid, Request, RowSpec, lay_out
+from loopscope.experiments.grid import Grid, Request, lay_out
 from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, read_record
+from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.schedule import Schedule
 
 PATIENCE = 120.0

@@ -18,7 +18,8 @@ from loopscope.experiments.conditions import (
     differences,
     parse_conditions,
 )
-from loopscope.experiments.grid import Request, RowSpec, lay_out, read_grid, record, update_differences
+from loopscope.experiments.grid import Request, lay_out, read_grid, record, update_differences
+from loopscope.experiments.rows import RowSpec
 from loopscope.presets import preset
 
 

@@ -12,8 +12,8 @@ from samples import event_row, sample_manifest, train_row
 
 from loopscope.errors import EXIT_INTERRUPTED, RunError
 from loopscope.experiments import schedule as schedule_module
-from loopscope.experiments.grid import RowSpec
 from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, RowStatus, write_record
+from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.schedule import Overview, Schedule
 from loopscope.readings import RowRecord
 from loopscope.runs import RunFolder, write_json

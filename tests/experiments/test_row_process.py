@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig
-from loopscope.experiments.grid import Request, RowSpec, lay_out
+from loopscope.experiments.grid import Request, lay_out
 from loopscope.experiments.ledger import is_audited, is_evaluated
 from loopscope.experiments.row_process import audit_row, evaluate_row, train_row
+from loopscope.experiments.rows import RowSpec
 from loopscope.runs import RunFolder, write_json
 
 TRAIN = "".join(f"line {n} about rivers and {n * n} stones\n\n" for n in range(300)).rstrip("\n")

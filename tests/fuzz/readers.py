@@ -27,9 +27,9 @@ from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
 from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
 from loopscope.experiments.claims import judge_all
-from loopscope.experiments.grid import RowSpec
 from loopscope.experiments.ledger import Ledger
 from loopscope.experiments.results import read_results
+from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.tables import all_tables, depths_csv
 from loopscope.inference.halting import RULES, parse_halting
 from loopscope.machine import recall, remember

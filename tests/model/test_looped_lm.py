@@ -42,6 +42,37 @@ DESIGNS = {
         "prelude_layers": 1,
         "readout": "raw",
     },
+    "parcae": {
+        "injection": "diagonal",
+        "state_init": "noise",
+        "noise_std": 0.1,
+        "mlp": "half-relu2",
+        "positions": "rope",
+        "rope_pairs": "interleaved",
+        "qk_norm": True,
+        "qk_norm_gain": False,
+        "value_embeddings": True,
+        "prelude_layers": 1,
+        "prelude_norm": "rmsnorm",
+        "coda_layers": 2,
+        "coda_map": True,
+        "init": "parcae",
+    },
+    "huginn": {
+        "injection": "concat",
+        "state_init": "noise",
+        "norm_placement": "sum",
+        "positions": "rope",
+        "rope_pairs": "interleaved",
+        "qk_bias": True,
+        "embedding_scale": 5.5,
+        "prelude_layers": 1,
+        "coda_layers": 1,
+        "coda_norm": "rmsnorm",
+        "share_readout_norm": True,
+        "init": "huginn",
+    },
+    "heads of their own width": {"head_width": 10, "num_kv_heads": 2, "positions": "rope", "qk_norm": True},
     "layernorm, gelu": {"norm": "layernorm", "readout": "layernorm", "mlp": "gelu", "inter_loop_norm": "layernorm"},
     "damped, loop embedding": {
         "spectral_damping": True,
@@ -189,6 +220,27 @@ def test_scaled_init_shrinks_by_depth_whatever_writes_into_the_stream(tiny, name
     assert stds == pytest.approx([expected] * 4, rel=0.1)
 
 
+@pytest.mark.parametrize(("init", "share"), [("huginn", 1 / math.sqrt(2 * 12)), ("parcae", 0.0)])
+def test_the_families_draw_every_matrix_with_the_root_of_two_over_five_widths(tiny, init, share):
+    """Huginn's outputs are smaller by √(2·depth), Parcae's zero; both are cut at three standard deviations."""
+    config = replace(tiny, width=64, prelude_layers=1, coda_layers=1, num_loops=5, injection="diagonal", init=init)
+    model, std = ls.build(config, seed=0), math.sqrt(2 / (5 * 64))
+    for layer in (module for module in model.modules() if isinstance(module, Layer)):
+        assert layer.attention.qkv.weight.std().item() == pytest.approx(std, rel=0.05)
+        for branch in (layer.attention, layer.feed_forward):
+            assert branch.out.weight.std().item() == pytest.approx(share * std, rel=0.05)
+    assert model.embedding.weight.abs().max() <= 3 * std
+    assert torch.equal(model.recurrence.injection.project.weight, torch.eye(64)) == (init == "parcae")
+
+
+def test_a_coda_hides_what_the_norm_before_it_does(tiny):
+    model = ls.build(replace(tiny, coda_layers=1, coda_norm="rmsnorm", norm_eps=1e-12), seed=0).eval().double()
+    assert model.hides(1) == frozenset({"scale"})
+    state = ls.run_loops(model, torch.arange(5)[None]).states[1]
+    torch.testing.assert_close(model.features(state.with_h(7 * state.h_BTD), 1), model.features(state, 1))
+    assert ls.build(replace(tiny, coda_layers=1)).hides(1) is None
+
+
 def test_the_paper_initialisation_starts_far_above_the_uniform_loss(ids_BT):
     config = ls.preset("nano").model
     ids = torch.randint(config.vocab_size, (2, 64))
@@ -265,16 +317,23 @@ FIELD_CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "num_heads": (8, {}),
     "qk_norm": (True, {}),
     "attention_gate": (True, {}),
+    "value_embeddings": (True, {}),
+    "embedding_scale": (2.0, {}),
     "mlp": ("gelu", {"mlp": "relu2"}),
     "positions": ("rope", {}),
     "rope_base": (100.0, {"positions": "rope"}),
+    "rope_pairs": ("interleaved", {"positions": "rope"}),
     "norm": ("layernorm", {}),
     "norm_eps": (0.01, {}),
     "norm_placement": ("sum", {}),
     "inter_loop_norm": ("rmsnorm", {}),
+    "prelude_norm": ("rmsnorm", {}),
+    "coda_norm": ("layernorm", {"coda_layers": 1}),
+    "coda_map": (True, {"coda_layers": 1}),
     "spectral_damping": (True, {}),
     "injection": ("add", {}),
     "state_init": ("zeros", INJECTED),
+    "noise_std": (2.0, {**INJECTED, "state_init": "noise"}),
     "loop_embedding": (True, {}),
     "readout": ("raw", {}),
     "alpha": (0.1, ALPHA),
@@ -288,11 +347,14 @@ SHAPE_CHANGES: dict[str, tuple[int, str, tuple[int, int]]] = {
     "vocab_size": (50, "embedding.weight", (50, 32)),
     "width": (64, "embedding.weight", (37, 64)),
     "num_kv_heads": (2, QKV, ((4 + 2 + 2) * 8, 32)),
+    "head_width": (16, QKV, ((4 + 4 + 4) * 16, 32)),
     "mlp_width": (48, UP, (2 * 48, 32)),
     "max_length": (30, "positions.weight", (30, 32)),
 }
 # These do not change a fresh model's logits; each has its own test.
 ELSEWHERE = {
+    "qk_bias": "test_a_bias_of_queries_and_keys_is_added_before_they_are_rotated",
+    "qk_norm_gain": "test_query_and_key_norms_without_gains_have_no_parameters_and_the_same_direction",
     "dropout": "test_dropout_zeroes_its_share_of_the_embedding_in_training_only",
     "share_readout_norm": "test_a_shared_readout_norm_is_one_module",
     "alpha_mode": "test_alpha_mode_decides_which_exponents_are_learned",

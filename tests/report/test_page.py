@@ -788,6 +788,12 @@ def test_free_ranges_of_several_runs_go_from_the_smallest_to_the_largest(tmp_pat
     assert "drives it up by 10 % a step at most (in 1 of 2 runs it is driven)" in free
 
 
+def test_how_tokens_move_stands_with_the_audit_where_it_was_asked_for(make_run):
+    folder = make_run()
+    edit(folder / "audit.json", token_motion={"summary": "Over 64 loops 252 tokens are 100% slider."})
+    assert "252 tokens are 100% slider" in words_of(build_report([folder]).html)
+
+
 def test_a_push_test_stands_beside_its_variable(make_run):
     pushed = {"pushes": [{"name": "scale", "growth": 17.6, "paid": 0.149, "far": True, "size": 100.0}]}
     page = build_report([change_variables(make_run(), push=pushed)]).html

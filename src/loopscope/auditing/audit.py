@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from loopscope.auditing.drift import TRIALS, affordable, drift
+from loopscope.auditing.motion import measure_motion
 from loopscope.auditing.result import AuditResult, Subject, Variable
 from loopscope.auditing.survey import AuditOptions, Measured, Progress, Survey, measure
 from loopscope.auditing.trial import Recipe, TrialObjective, pairs_of, size_along, size_within
@@ -20,7 +21,7 @@ from loopscope.auditing.untouched import borrowed, network_of, widened, widest_a
 from loopscope.auditing.verdict import summary, with_drift
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import ObjectiveConfig
-from loopscope.errors import DataError, LoopscopeError
+from loopscope.errors import DataError, LoopscopeError, UnsupportedError
 from loopscope.objectives.placement import exit_weights
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopState, OwnLosses
@@ -78,7 +79,14 @@ def audit(
     if recipe is not None:
         seen.variables = _with_drift(run, recipe, supervised, seen)
     subject = _subject(run, seen.states, name, step)
-    return _assemble(run, subject, seen, time.perf_counter() - started)
+    moves = None
+    if options.motion:
+        progress("motion", 0.97)
+        try:
+            moves = measure_motion(model, ids_BT)
+        except UnsupportedError as error:  # it ends with its trained depth: what was audited stands
+            run.notes.append(str(error))
+    return replace(_assemble(run, subject, seen, time.perf_counter() - started), token_motion=moves)
 
 
 def _with_drift(run: Survey, recipe: Recipe, supervised: Supervised, seen: Measured) -> list[Variable]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from loopscope.auditing.activity import LoopActivity
+from loopscope.auditing.motion import Motion
 from loopscope.auditing.push import PushResult
 from loopscope.files import without_nan
 
@@ -105,6 +106,8 @@ class AuditResult:
     cost: dict[str, float] = field(default_factory=dict)
     push: PushResult | None = None
     """The push test, where it was asked for."""
+    token_motion: Motion | None = None
+    """How every token moves over 64 loops, where it was asked for."""
 
     def variable(self, name: str) -> Variable:
         """The variable of that name."""
@@ -114,4 +117,5 @@ class AuditResult:
         """audit.json; numbers that are not finite become null."""
         plain = {**asdict(self), "loops": [loop.to_json() for loop in self.loops]}
         plain["push"] = None if self.push is None else self.push.to_json()
+        plain["token_motion"] = None if self.token_motion is None else self.token_motion.to_json()
         return without_nan({"schema_version": SCHEMA_VERSION, **plain})

@@ -67,6 +67,8 @@ class AuditOptions:
     """How reachability is decided: "dense" Jacobians, "matrix-free", or "auto" by width."""
     seed: int = 0
     """Which prefixes and probe directions are drawn."""
+    motion: bool = False
+    """Follow how every token moves over 64 loops (`auditing.motion`)."""
 
     def matrix_free(self, width: int) -> bool:
         """Dense Jacobians of a whole loop are affordable up to a width of about a thousand."""

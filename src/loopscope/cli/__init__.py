@@ -80,11 +80,26 @@ VERBS: dict[str, type[Any]] = {
 }
 START_HERE = {
     "train": (
-        *("preset", "data", "readout", "placement", "num_loops", "steps", "batch", "lr", "seed", "norm_penalty"),
+        *(
+            "preset",
+            "design",
+            "data",
+            "readout",
+            "placement",
+            "num_loops",
+            "steps",
+            "batch",
+            "lr",
+            "seed",
+            "norm_penalty",
+        ),
         *("out", "resume"),
     ),
     "generate": ("prompts_file", "max_tokens", "temperature", "top_p", "stop", "num_loops", "speculate", "json"),
-    "plan": ("preset", "readout", "placement", "num_loops", "steps", "batch", "devices", "device_type", "within_hours"),
+    "plan": (
+        *("preset", "design", "readout", "placement", "num_loops", "steps", "batch", "devices", "device_type"),
+        "within_hours",
+    ),
 }
 """Fields that a newcomer needs, where a verb has many: its help shows them first."""
 

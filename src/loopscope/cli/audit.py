@@ -12,7 +12,7 @@ import tyro
 from tyro.conf import Positional
 
 from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
-from loopscope.cli.terminal import SCHEMA_VERSION, print_tables, print_text, print_words, progress, say, sparkline
+from loopscope.cli.terminal import SCHEMA_VERSION, bar, print_tables, print_text, print_words, progress, say, sparkline
 from loopscope.config import ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from loopscope.auditing.audit import Supervised
+    from loopscope.auditing.motion import Motion
     from loopscope.auditing.push import PushResult
     from loopscope.auditing.result import AuditResult
     from loopscope.auditing.survey import AuditOptions
@@ -35,8 +36,8 @@ class Audit:
     """Flags of `loopscope audit`."""
 
     targets: Positional[tuple[str, ...]]
-    """Run folders, checkpoints, Hugging Face folders, hf:ORG/NAME, preset:NAME, configuration files, or
-    package.module:factory: one in full, of several a line for every finding."""
+    """Run folders, checkpoints, Hugging Face folders, hf:ORG/NAME, preset:NAME, design:NAME, configuration
+    files, or package.module:factory: one in full, of several a line for every finding."""
     supervised: str | None = None
     """Loops that get cross-entropy: every-loop, terminal, or 1,3; by default what the target says."""
     norm_penalty: float | None = None
@@ -62,6 +63,9 @@ class Audit:
     training steps, and say how far they went and what the objective paid."""
     push_steps: int = 80
     """Steps with the reward, and as many without, after three quarters as many of warm-up."""
+    motion: bool = False
+    """Follow every token over 64 loops: does it settle, circle, slide on, or none of these? Costs 64 loops with
+    a readout after each on --tokens tokens: under a second at demo size, minutes for a billion weights on a CPU."""
     format: Literal["table", "json", "sarif", "junit"] = "table"
     """What is printed: tables, audit.json, SARIF 2.1.0 for code scanning, or JUnit XML for test reports."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
@@ -77,10 +81,12 @@ Works on trained and on untrained models; put `loopscope audit my-config.yaml` i
 
 examples:
   loopscope audit preset:nano                      a design, before anybody trains it
+  loopscope audit design:huginn                    a published one, small
   loopscope audit runs/nano-per-loop-rmsnorm-s42   a run, on its validation text, under its own objective
   loopscope audit downloads/Ouro-1.4B              somebody's checkpoint: config.json and safetensors
   loopscope audit my_package.my_model:build --supervised terminal
   loopscope audit runs/mine --push                 does a blind variable run when it is rewarded?
+  loopscope audit runs/mine --motion               do its tokens settle, circle or slide on?
   loopscope audit runs/mine --json > audit.json
   loopscope audit configs/*.yaml --format sarif -o loopscope.sarif"""
 
@@ -176,6 +182,7 @@ examples:
             rollout=self.loops,
             method=self.method,
             seed=self.seed,
+            motion=self.motion,
         )
 
     def _pushed(self, opened: Opened, result: AuditResult) -> AuditResult:
@@ -248,6 +255,9 @@ def print_audit(result: AuditResult, stage: str = "untrained") -> None:
     print_words(f"verdict: {result.verdict.upper()}. {result.summary}\n")
     print_tables(_variables(result), _loops(result))
     print_text(_plots(result))
+    if result.token_motion is not None:
+        print_text(_motion(result.token_motion))
+        print_words(result.token_motion.summary)
     if result.push is not None:
         print_tables(_pushes(result.push))
     for variable in result.variables:
@@ -255,6 +265,7 @@ def print_audit(result: AuditResult, stage: str = "untrained") -> None:
             flag = f" ({variable.flag})" if variable.flag else ""
             print_words(f"remedy for {variable.name}: {variable.remedy}{flag}")
     notes = [*result.checks["notes"], *(() if result.push is None else result.push.notes)]
+    notes += () if result.token_motion is None else result.token_motion.notes
     for note in dict.fromkeys(notes):
         print_words(f"note: {note}")
 
@@ -297,6 +308,14 @@ def _pushes(pushed: PushResult) -> Table:
         table.add_row(push.name, growth, f"{push.paid:+.3f} nats", _cell(push.size), _cell(push.twin_size))
     table.caption = f"reward {options.weight:g}·log size, {options.steps} steps after {options.warm_up}"
     return table
+
+
+def _motion(motion: Motion) -> str:
+    """The shares of tokens as bars, and how close each loop's states stand to the last one's."""
+    lines = [f"{kind:<8}{share:>5.0%}  {bar(share, 40)}" for kind, share in motion.shares.items()]
+    cosines = motion.median_cosine
+    lines.append(f"cos(h_t, h_{motion.loops}), median  {sparkline(cosines)}  {min(cosines):.3g} … {max(cosines):.3g}")
+    return "\n".join(["tokens, by how they move", *lines])
 
 
 def _cell(value: float | None) -> str:

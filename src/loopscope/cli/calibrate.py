@@ -26,8 +26,8 @@ class Calibrate:
     """Flags of `loopscope calibrate`."""
 
     target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file, or
-    package.module:factory."""
+    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
+    file, or package.module:factory."""
     rule: tuple[str, ...] = ("margin",)
     """Halting rules, or all: margin, max-probability, entropy, kl, state-difference, cosine, gate, certain. Several
     share what may go wrong between them."""

@@ -23,8 +23,8 @@ class Check:
     """Flags of `loopscope check`."""
 
     target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file, or
-    package.module:factory, which may also return a causal language model of transformers."""
+    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
+    file, or package.module:factory, which may also return a causal language model of transformers."""
     context: int | None = None
     """Tokens the model takes, for a factory whose model does not say."""
     seed: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,6 +19,7 @@ from loopscope.words import check_word
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from loopscope.auditing.exit_gap import ExitGap
     from loopscope.scores import CacheTable, Timing
     from loopscope.verbs.evaluation import EvaluationResult
 
@@ -27,8 +29,8 @@ class Eval:
     """Flags of `loopscope eval`."""
 
     target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file, or
-    package.module:factory."""
+    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
+    file, or package.module:factory."""
     depths: str | None = None
     """Depths to report, as 1..8 or 1,2,4; by default 1 to the trained depth."""
     data: tuple[str, ...] | None = None
@@ -45,6 +47,10 @@ class Eval:
     """Time prefill and decoding at every depth, and draw speed against quality."""
     cache_policies: bool = False
     """Decode the text under every cache policy, and say which are safe for this model."""
+    exit_gap: bool = False
+    """Take every exit among the depths apart: how much of what it costs would a temperature, an affine map of the
+    head's input or a full-rank map of the state mend? Fits each on half of up to 256 windows of the text: seconds at
+    demo size, as much as about 300 readouts of that text a depth."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -58,7 +64,8 @@ examples:
   loopscope eval downloads/Ouro-1.4B --data wiki/test.txt --depths 1..8
   loopscope eval runs/raw --data wiki/test.txt --json
   loopscope eval runs/raw --depths 1..8 --speed
-  loopscope eval runs/raw --cache-policies"""
+  loopscope eval runs/raw --cache-policies
+  loopscope eval runs/raw --exit-gap               are its exits badly read, or not yet computed?"""
 
     def __post_init__(self) -> None:
         parse_depths(self.depths or "1")
@@ -83,6 +90,7 @@ examples:
                 max_tokens=self.max_tokens,
                 speed=self.speed,
                 cache_policies=self.cache_policies,
+                exit_gap=self.exit_gap,
                 say=say,
                 progress=advance,
             )
@@ -101,6 +109,10 @@ examples:
             if result.cache is not None:
                 print_tables(_cache_table(result.cache))
                 print_text(result.cache.summary)
+            if result.exit_gaps:
+                print_tables(_exit_table(result.exit_gaps))
+                for note in dict.fromkeys(note for gap in result.exit_gaps for note in gap.notes):
+                    print_text(f"note: {note}")
         if (loop := _first_not_finite(result)) is None:
             return EXIT_OK
         say(f"{result.opened.name} is not finite: its CE or norm after loop {loop} is not a number")
@@ -203,6 +215,24 @@ def _chart(result: EvaluationResult) -> str:
             f"{depth.k:>5}  {bar(speed / max(speeds.values()), 20):<20} {speed:>10,.0f}  {shown:>10} {bar(above, 20)}"
         )
     return "\n".join(lines)
+
+
+def _exit_table(gaps: Sequence[ExitGap]) -> Table:
+    from rich.table import Table
+
+    first = gaps[0]
+    title = f"exits: fitted on {first.fit_tokens:,} tokens, asked on {first.test_tokens:,} in {first.units} windows"
+    table = Table(title=title, title_justify="left")
+    table.caption, table.caption_justify = "shares of the gap that a map would mend, with 95 % intervals", "left"
+    names = [mend.name for mend in first.mends]
+    for name in ("exit", f"CE − CE({first.num_loops})", *names):
+        table.add_column(name, justify="right")
+    table.add_column("the exit is")
+    for gap in gaps:
+        shares = ["" if it.share is None else f"{it.share:.0%} [{it.low:.0%}, {it.high:.0%}]" for it in gap.mends]
+        span = f"{gap.gap:+.4f} [{gap.gap_low:+.4f}, {gap.gap_high:+.4f}]"
+        table.add_row(str(gap.loop), span, *shares, gap.verdict)
+    return table
 
 
 def _cache_table(cache: CacheTable) -> Table:

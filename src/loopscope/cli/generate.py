@@ -29,8 +29,8 @@ class Generate:
     """Flags of `loopscope generate`."""
 
     target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, configuration file, or
-    package.module:factory."""
+    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
+    file, or package.module:factory."""
     prompt: Positional[tuple[str, ...]] = ()
     """What the text begins with; several make a batch."""
     prompts_file: str | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from loopscope.cli.configured import Configured
 from loopscope.cli.terminal import duration, print_json, print_tables, print_text, print_words
 from loopscope.config import Config, ModelConfig, config_to_dict, config_to_yaml
+from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.presets import PRESETS
 
@@ -40,13 +41,15 @@ class Plan(Configured):
 
     help: ClassVar[str] = f"""Parameters, FLOPs, memory and time of a run, and what its loss will see, before paying.
 
-The flags below change the preset (their defaults shown here are the preset's).
+The flags below change the preset or design (their defaults shown here are its own).
 
 presets: {", ".join(PRESETS)}
+designs: {", ".join(DESIGNS)}
 
 examples:
   loopscope plan --preset paper-44m
   loopscope plan --preset paper-129m --devices 8 --device-type cuda --flops-per-second 3e14 --tokens 400000000
+  loopscope plan --preset paper-44m --design huginn
   loopscope plan --preset nano --readout raw --num-loops 8
   loopscope plan --preset nano --readout final-only --yaml > my.yaml
   loopscope plan --config my.yaml --json"""
@@ -74,7 +77,7 @@ examples:
         loops = _loops(config)
         if self.json:
             cost = {**plan.to_dict(), "devices_needed": devices_needed}
-            print_json(preset=self.preset, config=config_to_dict(config), loops=loops, **cost)
+            print_json(preset=self.preset, design=self.design, config=config_to_dict(config), loops=loops, **cost)
             return EXIT_OK
         print_tables(_parameter_table(plan.parameters), _loop_table(loops), _memory_table(plan))
         print_words(_in_words(plan))

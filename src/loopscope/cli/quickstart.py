@@ -57,6 +57,7 @@ examples:
     def run(self) -> int:
         """Train, evaluate and audit the four rows, then say what they show."""
         from loopscope.experiments.backends import make_backend
+        from loopscope.experiments.grid import laid_out
         from loopscope.experiments.quickstart import corners, make_request
         from loopscope.experiments.results import read_results
 
@@ -64,7 +65,8 @@ examples:
             return make_backend("here", rows_at_once=None, threads=1, gpus=0, retries=RETRIES)
 
         try:
-            rows = run_rows(make_request(self.seed, self.steps), self.out, backend, RETRIES)
+            request, command = make_request(self.seed, self.steps), ["loopscope", *sys.argv[1:]]
+            rows = run_rows(lambda: laid_out(request, self.out, command, say), backend, RETRIES)
         except KeyboardInterrupt:
             say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
             return EXIT_INTERRUPTED

@@ -92,13 +92,15 @@ examples:
 
     def run(self) -> int:
         """Run what is not finished, then judge, and print."""
+        from loopscope.experiments.grid import laid_out
         from loopscope.experiments.publication import publish
 
         out = self.out or Path("runs") / f"reproduce-{self.size}"
         rows: list[RowStatus] = []
         if not self.rebuild:
             try:
-                rows = run_rows(self._request(), out, self._backend, self.retries)
+                command = ["loopscope", *sys.argv[1:]]
+                rows = run_rows(lambda: laid_out(self._request(), out, command, say), self._backend, self.retries)
             except KeyboardInterrupt:
                 say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
                 return EXIT_INTERRUPTED

@@ -1,4 +1,4 @@
-"""Running the rows of a grid under a verb's eyes: a live table on a terminal, a line per event elsewhere."""
+"""Running rows under a verb's eyes: a live table on a terminal, a line per event elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loopscope.cli.terminal import say
@@ -16,23 +15,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from loopscope.experiments.backends import Backend
-    from loopscope.experiments.grid import Request
     from loopscope.experiments.ledger import Ledger, RowStatus
+    from loopscope.experiments.rows import Layout
     from loopscope.experiments.schedule import Event, Overview
 
 
-def run_rows(request: Request, out: Path, make_backend: Callable[[], Backend], retries: int) -> list[RowStatus]:
+def run_rows(lay_out: Callable[[], Layout], make_backend: Callable[[], Backend], retries: int) -> list[RowStatus]:
     """Run what is not finished. Ctrl-C and SIGTERM let the running rows save and leave as KeyboardInterrupt."""
-    from loopscope.experiments.grid import lay_out, record
     from loopscope.experiments.ledger import Ledger
     from loopscope.experiments.schedule import Schedule
 
     with _terminated_like_ctrl_c(), closing(make_backend()) as backend:
-        grid = lay_out(request, out, say)
-        record(grid, ["loopscope", *sys.argv[1:]])
-        ledger, rows = Ledger(out), grid.rows()
-        steps = f"{grid.common.training.steps} steps ({grid.epochs:.2g} epochs)"
-        say(f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {steps} in {out}; log of each row in rows/NAME/log.txt")
+        layout = lay_out()
+        ledger, rows = Ledger(layout.out), layout.rows
+        count = f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {layout.each}"
+        say(f"{count} in {layout.out}; log of each row in rows/NAME/log.txt")
         with _shown(len(rows), ledger) as (on_event, on_view):
             return Schedule(ledger, rows, backend, retries=retries, on_event=on_event, on_view=on_view).run()
 

@@ -14,6 +14,7 @@ from loopscope.cli.live import watching
 from loopscope.cli.terminal import print_json, print_text, say
 from loopscope.config import Config, ModelConfig
 from loopscope.data.files import check_sources
+from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from loopscope.presets import PRESETS, preset
 from loopscope.words import check_word
@@ -32,7 +33,7 @@ class Train(Configured):
     target: Positional[str | None] = None
     """Somebody's model instead of a preset's: package.module:factory, a Hugging Face folder, hf:ORG/NAME, or a run."""
     out: Path | None = None
-    """Run folder; by default runs/PRESET-PLACEMENT-READOUT-sSEED."""
+    """Run folder; by default runs/PRESET-PLACEMENT-READOUT-sSEED, or runs/PRESET-DESIGN-sSEED."""
     resume: str = "auto"
     """auto: resume if there is a checkpoint. must: fail if there is none. never: fail if there is one. Or a path."""
     init_from: str | None = None
@@ -45,10 +46,12 @@ class Train(Configured):
     help: ClassVar[str] = f"""Train a looped model. Ctrl-C and SIGTERM save and exit; the same command resumes.
 
 presets: {", ".join(PRESETS)}
+designs: {", ".join(DESIGNS)}
 
 examples:
   loopscope train --preset nano --objective per-loop --readout rmsnorm --data wiki/*.txt
   loopscope train --preset nano --readout raw --steps 2000 --out runs/raw
+  loopscope train --preset demo --design huginn
   loopscope train --preset nano --on-blind-spot penalize
   loopscope train --preset nano --init-from runs/raw --norm-penalty 0.01 --out runs/remedied
   loopscope train my_package.my_model:build --data wiki/*.txt --tokenizer bytes --sequence-length 128
@@ -128,6 +131,8 @@ examples:
             print_text(f"      loopscope report {folder} -o report.html")
 
     def _default_folder(self, config: Config) -> Path:
+        if self.design is not None and self.target is None:
+            return Path("runs") / f"{self.preset}-{self.design}-s{config.training.seed}"
         model = config.model
         what = model.readout if isinstance(model, ModelConfig) else model.target.rpartition("/")[2].replace(":", "-")
         return Path("runs") / f"{self.preset}-{config.objective.placement}-{what}-s{config.training.seed}"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from loopscope.errors import ConfigError, RunError, UnsupportedError
-from loopscope.experiments.grid import RowSpec
+from loopscope.experiments.rows import RowSpec
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 WAIT_ON_RAY = 60.0

@@ -6,11 +6,14 @@ read in today's words.
 
 from __future__ import annotations
 
+import platform
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from loopscope.files import Part, Problems, read_as
+from loopscope.machine import git_state, versions
 
 SCHEMA_VERSION = 1
 HOLDS, FAILS, NOT_MEASURED = "holds", "does not hold at this size", "not measured"
@@ -72,6 +75,30 @@ class GridRecord:
     git: dict[str, Any] | None = None
     system: str = ""
     started: str = ""
+
+    @classmethod
+    def here(
+        cls,
+        size: str,
+        command: list[str],
+        recipes: dict[str, RecipeRecord],
+        data: dict[str, Any],
+        test_data: list[str] | None,
+        eval_tokens: int | None,
+    ) -> Self:
+        """A request that is made on this machine, now."""
+        return cls(
+            size=size,
+            commands=[command],
+            recipes=recipes,
+            data=data,
+            test_data=test_data,
+            eval_tokens=eval_tokens,
+            versions=versions(),
+            git=git_state(Path.cwd()),
+            system=f"{platform.system()} {platform.release()} {platform.machine()}",
+            started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What grid.json holds."""

@@ -11,19 +11,14 @@ No torch here: rows are processes of their own.
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
 import itertools
 import json
-import platform
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from loopscope.config import Config, changes_learning, config_from_dict, config_to_dict
+from loopscope.config import Config, config_from_dict, config_to_dict
 from loopscope.data.preparation import Prepared, evaluation_corpus, pack_split, prepare
 from loopscope.errors import ConfigError, RunError
 from loopscope.experiments.conditions import (
@@ -36,53 +31,15 @@ from loopscope.experiments.conditions import (
     differences,
 )
 from loopscope.experiments.documents import GridRecord, RecipeRecord
+from loopscope.experiments.rows import Layout, RowSpec, Say, first_difference, in_steps, locked
 from loopscope.files import Problems, read_as
-from loopscope.machine import git_state, versions
 from loopscope.presets import preset
 from loopscope.runs import write_atomically, write_json
 
-EXTRA_LOOPS = 4
-"""Loops beyond the trained depth at which a row is evaluated too."""
 FLAGS = frozenset({"size", "steps", "data", "valid", "test_data", "eval_tokens"})
 """Fields that `loopscope reproduce` has a flag for."""
 
 OTHER_OUT = "choose another --out"
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowSpec:
-    """Everything the process of one row has to know."""
-
-    condition: str
-    recipe: Recipe
-    seed: int
-    config: Config
-    test_data: tuple[str, ...] | None = None
-    """Test text; None takes the corpus's own test split where it has one."""
-    eval_tokens: int | None = None
-    """Most tokens of each split that are evaluated; None means all."""
-    audit: bool = True
-    audit_untrained: bool = True
-    """Whether the weights that training begins with are audited too, where anything is."""
-
-    @property
-    def name(self) -> str:
-        """Its folder: condition, recipe where it is not the paper's, seed."""
-        return f"{self.condition}{'' if self.recipe == 'paper' else '-' + self.recipe}-s{self.seed}"
-
-    def to_json(self) -> str:
-        """One line that `from_json` reads back."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return json.dumps({**values, "config": config_to_dict(self.config)})
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The row that `to_json` wrote."""
-        values = json.loads(text)
-        test_data = None if values["test_data"] is None else tuple(values["test_data"])
-        return cls(**{**values, "config": config_from_dict(values["config"]), "test_data": test_data})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +103,7 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
     Another configuration than the size's comes in as `base`.
     """
     base = base or request.base()
-    with _locked(out):
+    with locked(out):
         _check_tokenizer(base, out)
         prepared = prepare(base, out / "tokenizer", say)
     data = prepared.manifest() | _test_text(request, base, prepared, say)
@@ -155,7 +112,7 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
     if steps is None:
         in_epochs = request.size in PAPER_SIZES
         steps = round(PAPER_EPOCHS * windows / base.training.batch) if in_epochs else base.training.steps
-    common = apply_recipe(replace(base, training=_intervals(base, max(1, steps))), request.recipe)
+    common = apply_recipe(replace(base, training=in_steps(base.training, max(1, steps))), request.recipe)
     epochs = common.training.steps * common.training.batch / windows
     return Grid(out=out, request=request, common=common, epochs=epochs, data=data)
 
@@ -179,14 +136,36 @@ def _check_tokenizer(base: Config, out: Path) -> None:
     write_atomically(mark, asked)
 
 
+def laid_out(request: Request, out: Path, command: list[str], say: Say) -> Layout:
+    """The rows of a request, noted in grid.json."""
+    grid = lay_out(request, out, say)
+    record(grid, command)
+    return Layout(out, grid.rows(), f"{grid.common.training.steps} steps ({grid.epochs:.2g} epochs)")
+
+
 def record(grid: Grid, command: list[str]) -> None:
-    """Write grid.json, or add this request to it; a folder holds one size and one configuration per recipe."""
-    path = grid.out / "grid.json"
-    with _locked(grid.out):
-        before = read_grid(grid.out) if path.exists() else None
+    """Note a grid in its folder's grid.json."""
+    request = grid.request
+    recipe = RecipeRecord(
+        config=config_to_dict(grid.common),
+        epochs=grid.epochs,
+        seeds={name: list(request.seeds[name]) for name in CONDITIONS if name in request.seeds},
+        differences=differences(grid.common, request.size, epochs=grid.epochs),
+    )
+    test_data = None if request.test_data is None else list(request.test_data)
+    recipes = {str(request.recipe): recipe}
+    add_request(grid.out, GridRecord.here(request.size, command, recipes, grid.data, test_data, request.eval_tokens))
+
+
+def add_request(out: Path, asked: GridRecord) -> None:
+    """Write grid.json, or add a request to it; a folder holds one size and one configuration per recipe."""
+    path = out / "grid.json"
+    with locked(out):
+        before = read_grid(out) if path.exists() else None
         if before is not None:
-            _check_same(grid, before)
-        write_json(path, _described(grid, command, before).to_json())
+            _check_same(out, before, asked)
+            asked = _joined(before, asked)
+        write_json(path, asked.to_json())
 
 
 def read_grid(out: Path) -> GridRecord:
@@ -212,7 +191,7 @@ def read_grid(out: Path) -> GridRecord:
 def update_differences(out: Path, bf16: bool) -> None:
     """Add to grid.json what only a row can tell: whether it ran in bfloat16."""
     path = out / "grid.json"
-    with _locked(out):
+    with locked(out):
         known = read_grid(out)
         recipes = {}
         for name, part in known.recipes.items():
@@ -221,61 +200,37 @@ def update_differences(out: Path, bf16: bool) -> None:
         write_json(path, replace(known, recipes=recipes).to_json())
 
 
-def first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """Name and both values of the first field in which two configurations would learn something else."""
-    known = config_to_dict(config_from_dict(before))  # fields that are newer than the file get their defaults
-    for section, fields in now.items():
-        for name, value in fields.items():
-            if changes_learning(name) and value != known[section][name]:
-                return name, known[section][name], value
-    return None
+def _joined(before: GridRecord, asked: GridRecord) -> GridRecord:
+    """Both requests: rows of either, versions of the later, the start of the earlier."""
+    recipes = dict(before.recipes)
+    for name, recipe in asked.recipes.items():
+        known = recipes[name].seeds if name in recipes else {}
+        both = {
+            row: list(dict.fromkeys([*known.get(row, ()), *recipe.seeds.get(row, ())])) for row in known | recipe.seeds
+        }
+        order = [*CONDITIONS, *both]
+        recipes[name] = replace(recipe, seeds=dict(sorted(both.items(), key=lambda pair: order.index(pair[0]))))
+    new = [command for command in asked.commands if command not in before.commands]
+    started = before.started or asked.started
+    return replace(asked, recipes=recipes, commands=[*before.commands, *new], started=started)
 
 
-def _described(grid: Grid, command: list[str], before: GridRecord | None) -> GridRecord:
-    request = grid.request
-    recipes = dict(before.recipes) if before else {}
-    known = recipes[request.recipe].seeds if request.recipe in recipes else {}
-    seeds = {name: list(dict.fromkeys([*known.get(name, ()), *request.seeds.get(name, ())])) for name in CONDITIONS}
-    recipes[request.recipe] = RecipeRecord(
-        config=config_to_dict(grid.common),
-        epochs=grid.epochs,
-        seeds={name: listed for name, listed in seeds.items() if listed},
-        differences=differences(grid.common, request.size, epochs=grid.epochs),
-    )
-    commands = before.commands if before else []
-    return GridRecord(
-        size=request.size,
-        commands=commands if command in commands else [*commands, command],
-        recipes=recipes,
-        data=grid.data,
-        test_data=None if request.test_data is None else list(request.test_data),
-        eval_tokens=request.eval_tokens,
-        versions=versions(),
-        git=git_state(Path.cwd()),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        started=(before.started if before else "") or time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    )
-
-
-def _check_same(grid: Grid, before: GridRecord) -> None:
-    request = grid.request
-    asked: list[tuple[str, Any, Any]] = [("size", before.size, request.size)]
+def _check_same(out: Path, before: GridRecord, asked: GridRecord) -> None:
+    compared: list[tuple[str, Any, Any]] = [("size", before.size, asked.size)]
     texts = {"corpus_sha256": "data", "tokenizer_sha256": "data"}
-    if any(grid.out.glob("rows/*/eval.json")):  # until then, how rows are evaluated may change
-        test_data = None if request.test_data is None else list(request.test_data)
-        asked += [("test_data", before.test_data, test_data), ("eval_tokens", before.eval_tokens, request.eval_tokens)]
+    if any(out.glob("rows/*/eval.json")):  # until then, how rows are evaluated may change
+        compared += [(name, getattr(before, name), getattr(asked, name)) for name in ("test_data", "eval_tokens")]
         texts["test_sha256"] = "test_data"
-    for name, theirs, ours in asked:
+    for name, theirs, ours in compared:
         if theirs != ours:
-            raise _other_grid(grid.out, name, theirs, ours)
+            raise _other_grid(out, name, theirs, ours)
     for name, flag in texts.items():
-        if before.data.get(name, grid.data.get(name)) != grid.data.get(name):
-            raise RunError(
-                f"the text of --{flag.replace('_', '-')} is not what {grid.out} was started with; {OTHER_OUT}"
-            )
-    same = before.recipes.get(request.recipe)
-    if same is not None and (found := first_difference(same.config, config_to_dict(grid.common))) is not None:
-        raise _other_grid(grid.out, *found)
+        if before.data.get(name, asked.data.get(name)) != asked.data.get(name):
+            raise RunError(f"the text of --{flag.replace('_', '-')} is not what {out} was started with; {OTHER_OUT}")
+    for name, recipe in asked.recipes.items():
+        same = before.recipes.get(name)
+        if same is not None and (found := first_difference(same.config, recipe.config)) is not None:
+            raise _other_grid(out, *found)
 
 
 def _other_grid(out: Path, name: str, before: object, now: object) -> RunError:
@@ -287,23 +242,3 @@ def _windows(base: Config, prepared: Prepared) -> int:
     """Training sequences of an epoch under the recipe's stride."""
     data = apply_recipe(base, "paper").data
     return max(1, (len(prepared.train) - 1 - base.sequence_length) // (data.stride or base.sequence_length) + 1)
-
-
-def _intervals(base: Config, steps: int) -> Any:
-    """Training of so many steps, logged, evaluated and saved often enough to be seen and to be resumed."""
-    return replace(
-        base.training,
-        steps=steps,
-        log_every=max(1, min(10, steps // 20)),
-        eval_every=max(1, min(250, steps // 4)),
-        save_every=max(1, min(250, steps // 4)),
-    )
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Wait until no other invocation writes at the top of the folder."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
-from loopscope.experiments.grid import RowSpec, first_difference
+from loopscope.experiments.rows import RowSpec, first_difference
 from loopscope.files import Problems, parse_line, read_as, read_json
 from loopscope.readings import Audit, Logged, RowRecord, RowState, last_logged
 from loopscope.runs import RunFolder, write_json

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
-from loopscope.experiments.grid import EXTRA_LOOPS, RowSpec
 from loopscope.experiments.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
@@ -34,6 +33,7 @@ from loopscope.experiments.ledger import (
     read_record,
     write_record,
 )
+from loopscope.experiments.rows import EXTRA_LOOPS, RowSpec
 from loopscope.machine import limit_cpu_isa
 from loopscope.readings import RowRecord
 from loopscope.runs import RunFolder, folder_written_whole, write_json

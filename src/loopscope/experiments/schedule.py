@@ -12,8 +12,8 @@ from typing import Literal
 
 from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK
 from loopscope.experiments.backends import Backend, Handle
-from loopscope.experiments.grid import RowSpec
 from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, RowStatus
+from loopscope.experiments.rows import RowSpec
 
 RETRIES = 2
 """Further attempts at a row whose process crashed."""

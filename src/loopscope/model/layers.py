@@ -19,6 +19,8 @@ from loopscope.protocol import Cache, Loop, Slot
 
 SCALED_STD = 0.02
 """Standard deviation of every matrix and table under `init = scaled`."""
+VALUE_GATE_CHANNELS = 32
+"""Channels of a layer's input that the gate of its value embedding reads."""
 
 Branch = Literal["attention", "feed_forward"]
 
@@ -42,37 +44,89 @@ def make_norm(kind: str, width: int, eps: float) -> nn.Module:
     return RMSNorm(width, eps=eps) if kind == "rmsnorm" else nn.LayerNorm(width, eps=eps)
 
 
-def rotation(positions_BT: Tensor, head_width: int, base: float) -> Rotation:
-    """Angles position · base^(−2i/C) for each pair of channels i (first half with second half)."""
+def make_optional_norm(kind: str, config: ModelConfig) -> nn.Module | None:
+    """A norm of the state's width, or None where the kind is none."""
+    return None if kind == "none" else make_norm(kind, config.width, config.norm_eps)
+
+
+def init_std(config: ModelConfig) -> float | None:
+    """Standard deviation that `init` draws every matrix and table with; None leaves them to torch.
+
+    √(2/5d) is Huginn's (arXiv 2502.05171), cut at three standard deviations; Parcae's code shares it.
+    """
+    if config.init in ("huginn", "parcae"):
+        return math.sqrt(2 / (5 * config.width))
+    return SCALED_STD if config.init == "scaled" else None
+
+
+def draw(weight: Tensor, std: float, config: ModelConfig) -> None:
+    """Fill a matrix under `init`: normal, and cut at three standard deviations where the families' own are."""
+    if config.init == "scaled":
+        nn.init.normal_(weight, std=std)
+    else:
+        nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
+def rotation(positions_BT: Tensor, head_width: int, base: float, *, interleaved: bool = False) -> Rotation:
+    """Angles position · base^(−2i/C) for each pair of channels i (first half with second half, or neighbours)."""
     exponent_C = torch.arange(0, head_width, 2, device=positions_BT.device, dtype=torch.float32) / head_width
     angles_BTC = positions_BT[..., None].float() * base**-exponent_C
     cos_BTC, sin_BTC = angles_BTC.cos(), angles_BTC.sin()
+    if interleaved:
+        return Rotation(torch.stack([cos_BTC] * 2, -1).flatten(-2), torch.stack([-sin_BTC, sin_BTC], -1).flatten(-2))
     return Rotation(torch.cat([cos_BTC, cos_BTC], -1), torch.cat([-sin_BTC, sin_BTC], -1))
 
 
-def rotate(x_BHTC: Tensor, by: Rotation) -> Tensor:
-    """Rotate each pair of channels (x_i, x_{i+C/2}) by its angle; scores then depend on distance only."""
+def rotate(x_BHTC: Tensor, by: Rotation, *, interleaved: bool = False) -> Tensor:
+    """Rotate each pair of channels by its angle, (x_i, x_{i+C/2}) or (x_2i, x_{2i+1}) as in `rotation`.
+
+    Scores then depend on distance only.
+    """
     cos_B1TC, sin_B1TC = by.cos_BTC[:, None].to(x_BHTC.dtype), by.sin_BTC[:, None].to(x_BHTC.dtype)
-    left, right = x_BHTC.chunk(2, dim=-1)
-    return x_BHTC * cos_B1TC + torch.cat([right, left], dim=-1) * sin_B1TC
+    if interleaved:
+        partner_BHTC = x_BHTC.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        left, right = x_BHTC.chunk(2, dim=-1)
+        partner_BHTC = torch.cat([right, left], dim=-1)
+    return x_BHTC * cos_B1TC + partner_BHTC * sin_B1TC
+
+
+class ValueEmbedding(nn.Module):
+    """2·σ(G·x)·E[id]: what a token adds to a layer's values, whatever its context (Parcae, after nanochat).
+
+    The gate has one number per key/value head and reads the first channels of the normed input of the layer.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.kv_width)
+        self.gate = nn.Linear(min(VALUE_GATE_CHANNELS, config.width), config.kv_heads, bias=False)
+
+    def forward(self, x_BTD: Tensor, ids_BT: Tensor) -> Tensor:
+        """Values_BTGC to add."""
+        # A copy of the few channels, or autograd would keep all of x for them.
+        gate_BTG = 2 * self.gate(x_BTD[..., : self.gate.in_features].contiguous()).sigmoid()
+        return gate_BTG[..., None] * self.table(ids_BT).unflatten(-1, (self.gate.out_features, -1))
 
 
 class Attention(nn.Module):
     """Causal self-attention through SDPA, one fused projection, optional grouped KV heads, qk-norm and output gate.
 
-    The rows of the projection are those of the gate (if there is one), the queries, the keys and the values.
+    The rows of the projection are those of the gate (if there is one), the queries, the keys and the values. A norm of
+    queries and keys without gains commutes with their rotation, so it does not matter which comes first.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.kv_heads = config.num_heads, config.kv_heads
-        self.head_width = config.width // config.num_heads
+        self.head_width = config.head_channels
+        self.interleaved = config.rope_pairs == "interleaved"
         gate_heads, qk_heads = self.num_heads if config.attention_gate else 0, self.num_heads + self.kv_heads
         self.cuts = [gate_heads, gate_heads + qk_heads] if gate_heads else [qk_heads]
         self.qkv = nn.Linear(config.width, (gate_heads + qk_heads + self.kv_heads) * self.head_width, bias=False)
-        self.out = nn.Linear(config.width, config.width, bias=False)
-        self.q_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_width, eps=config.norm_eps) if config.qk_norm else None
+        self.out = nn.Linear(config.attention_width, config.width, bias=False)
+        self.qk_bias = nn.Parameter(torch.zeros(qk_heads, self.head_width)) if config.qk_bias else None
+        self.q_norm, self.k_norm = _head_norm(config), _head_norm(config)
 
     def forward(
         self,
@@ -82,17 +136,22 @@ class Attention(nn.Module):
         cache: Cache | None,
         slot: Slot,
         inner: nn.Module | None = None,
+        more_values_BTGC: Tensor | None = None,
     ) -> Tensor:
         """W_O inner(heads(norm(x))), or W_O inner(σ(W_G norm(x))∘heads(norm(x)))."""
-        batch, tokens, width = x_BTD.shape
+        batch, tokens, _ = x_BTD.shape
         heads_BTHC = norm_linear(x_BTD, norm, self.qkv).view(batch, tokens, -1, self.head_width)
         *gate_BTHC, qk, v = heads_BTHC.tensor_split(self.cuts, 2)
+        if more_values_BTGC is not None:
+            v = v + more_values_BTGC
         qk, v = qk.transpose(1, 2), v.transpose(1, 2)
+        if self.qk_bias is not None:
+            qk = qk + self.qk_bias[:, None]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.tensor_split([self.num_heads], 1)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
         if rotary is not None:
-            qk = rotate(qk, rotary)
+            qk = rotate(qk, rotary, interleaved=self.interleaved)
         q, k = qk.tensor_split([self.num_heads], 1)
         mask = None
         if cache is not None:
@@ -101,7 +160,16 @@ class Attention(nn.Module):
         attended_BTHC = causal_attention(q, k, v, mask).transpose(1, 2)
         for gate in gate_BTHC:
             attended_BTHC = gate.sigmoid() * attended_BTHC
-        return norm_linear(attended_BTHC.reshape(batch, tokens, width), inner, self.out)
+        return norm_linear(attended_BTHC.reshape(batch, tokens, -1), inner, self.out)
+
+
+def _head_norm(config: ModelConfig) -> nn.Module | None:
+    """The norm of a query or key, per head."""
+    if not config.qk_norm:
+        return None
+    if not config.qk_norm_gain:
+        return nn.RMSNorm(config.head_channels, elementwise_affine=False)
+    return RMSNorm(config.head_channels, eps=config.norm_eps)
 
 
 def causal_attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -122,7 +190,7 @@ def causal_attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask: Tenso
 
 
 class FeedForward(nn.Module):
-    """SwiGLU down(silu(gate x)·up x), or a plain two-layer network with GELU or ReLU²."""
+    """SwiGLU down(silu(gate x)·up x), or a plain two-layer network with GELU, ReLU² or ½·ReLU² (Parcae)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -140,6 +208,8 @@ class FeedForward(nn.Module):
             activated = F.silu(gate) * value
         else:
             activated = F.gelu(hidden) if self.kind == "gelu" else F.relu(hidden).square()
+            if self.kind == "half-relu2":
+                activated = 0.5 * activated
         return norm_linear(activated, inner, self.out)
 
 
@@ -182,9 +252,11 @@ class PreNorm(nn.Module):
         return x_BTD + branch_BTD
 
     def initialise(self, branch: Attention | FeedForward, config: ModelConfig) -> None:
-        """Under `scaled`, what writes into the stream is drawn smaller by √(2·depth), loops counted."""
-        if config.init == "scaled":
-            nn.init.normal_(branch.out.weight, std=SCALED_STD / math.sqrt(2 * config.total_layers))
+        """What writes into the stream is drawn smaller by √(2·depth), loops counted; Parcae's is zero at first."""
+        if config.init == "parcae":
+            nn.init.zeros_(branch.out.weight)
+        elif (std := init_std(config)) is not None:
+            draw(branch.out.weight, std / math.sqrt(2 * config.total_layers), config)
 
     def saves(self, ledger: Ledger, name: str, x: str) -> None:
         """Enter what autograd keeps of `after`, for the branch `name` of the stream x: of a sum, nothing."""
@@ -320,15 +392,21 @@ def make_placement(config: ModelConfig, branch: Branch) -> PreNorm:
 class Layer(nn.Module):
     """Attention, then feed-forward, each as a residual branch under the chosen norm placement."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, with_value_embedding: bool = False) -> None:
         super().__init__()
+        self.value_embedding = ValueEmbedding(config) if with_value_embedding else None
         self.attention, self.attention_norms = Attention(config), make_placement(config, "attention")
         self.feed_forward, self.feed_forward_norms = FeedForward(config), make_placement(config, "feed_forward")
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot) -> Tensor:
-        norms = self.attention_norms
-        branch_BTD = self.attention(x_BTD, norms.norm, rotary, cache, slot, norms.inner)
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot, ids_BT: Tensor | None = None
+    ) -> Tensor:
+        norms, more_values_BTGC = self.attention_norms, None
+        if self.value_embedding is not None:
+            assert ids_BT is not None
+            more_values_BTGC = self.value_embedding(x_BTD if norms.norm is None else norms.norm(x_BTD), ids_BT)
+        branch_BTD = self.attention(x_BTD, norms.norm, rotary, cache, slot, norms.inner, more_values_BTGC)
         if self.training:
             branch_BTD = self.dropout(branch_BTD)
         x_BTD = norms.after(x_BTD, branch_BTD)
@@ -350,12 +428,24 @@ class Stack(nn.Module):
     def __init__(self, config: ModelConfig, num_layers: int, part: str) -> None:
         super().__init__()
         self.part = part
-        self.layers = nn.ModuleList(Layer(config) for _ in range(num_layers))
+        first = config.first_layer(part)
+        self.layers = nn.ModuleList(
+            Layer(config, with_value_embedding=config.has_value_embedding(first + index)) for index in range(num_layers)
+        )
 
     def forward(
-        self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None = None, k: Loop = 0, first_slot: int = 0
+        self,
+        x_BTD: Tensor,
+        rotary: Rotation | None,
+        cache: Cache | None = None,
+        k: Loop = 0,
+        first_slot: int = 0,
+        ids_BT: Tensor | None = None,
     ) -> Tensor:
-        """All layers; a loop that runs more than one stack, or one more than once, gives each run its first slot."""
+        """All layers; a loop that runs more than one stack, or one more than once, gives each run its first slot.
+
+        `ids_BT` is for value embeddings.
+        """
         for index, layer in enumerate(self.layers, start=first_slot):
-            x_BTD = layer(x_BTD, rotary, cache, (self.part, k, index))
+            x_BTD = layer(x_BTD, rotary, cache, (self.part, k, index), ids_BT)
         return x_BTD

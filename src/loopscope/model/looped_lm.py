@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from loopscope.config import ModelConfig
 from loopscope.errors import DataError
-from loopscope.model.layers import SCALED_STD, Layer, Rotation, Stack, rotation
-from loopscope.model.readouts import Norm, Taper, make_readout
-from loopscope.model.recurrence import Context, Recurrence
+from loopscope.model.layers import Layer, Rotation, Stack, draw, init_std, make_optional_norm, rotation
+from loopscope.model.readouts import Norm, Taper, hidden_by, make_readout
+from loopscope.model.recurrence import Context, DiagonalInjection, Recurrence
 from loopscope.objectives.placement import Objective, ObjectiveResult
 from loopscope.protocol import (
     Cache,
@@ -31,9 +31,6 @@ from loopscope.protocol import (
     run_loops,
 )
 
-HUGINN_NOISE_STD = math.sqrt(2 / 5)
-"""Std of Huginn's initial state, a normal truncated at three standard deviations."""
-
 
 class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, SharedCore, Scheduled):
     """A LoopedModel (see `protocol`) built from a `ModelConfig`; with an exit gate it is a `GatedLoopedLM`."""
@@ -46,12 +43,18 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
         self.positions = nn.Embedding(config.max_length, config.width) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
         self.prelude = Stack(config, config.prelude_layers, "prelude")
+        self.prelude_norm = make_optional_norm(config.prelude_norm, config)
         self.recurrence = Recurrence(config)
+        self.coda_norm = make_optional_norm(config.coda_norm, config)
+        self.coda_map = nn.Linear(config.width, config.width, bias=False) if config.coda_map else None
         self.coda = Stack(config, config.coda_layers, "coda")
         self.readout_map = make_readout(config)
         if config.share_readout_norm:
             assert isinstance(self.readout_map, Norm)
-            self.recurrence.inter_loop_norm = self.readout_map.norm
+            if self.recurrence.inter_loop_norm is not None:
+                self.recurrence.inter_loop_norm = self.readout_map.norm
+            if self.coda_norm is not None:
+                self.coda_norm = self.readout_map.norm
         self.exit_gate = nn.Linear(config.width, 1) if config.exit_gate else None
         self.unembedding = None if config.tie_head else nn.Linear(config.width, config.vocab_size, bias=False)
         _initialise(self, config)
@@ -85,22 +88,34 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
         check_ids(ids_BT, positions_BT, self.config)
         positions_BT = positions_BT.to(ids_BT.device)
         e_BTD = self.embedding(ids_BT)
+        if self.config.embedding_scale != 1:
+            e_BTD = e_BTD * self.config.embedding_scale
         if self.positions is not None:
             e_BTD = e_BTD + self.positions(positions_BT)
         rotary = self._rotation(positions_BT.expand(ids_BT.shape))
-        e_BTD = self.prelude(self.dropout(e_BTD), rotary, cache)
-        return LoopState(self._initial_state(e_BTD, positions_BT), context=Context(e_BTD, rotary))
+        seen_BT = ids_BT if self.config.value_embeddings else None
+        e_BTD = self.prelude(self.dropout(e_BTD), rotary, cache, ids_BT=seen_BT)
+        if self.prelude_norm is not None:
+            e_BTD = self.prelude_norm(e_BTD)
+        return LoopState(self._initial_state(e_BTD, positions_BT), context=Context(e_BTD, rotary, seen_BT))
 
     def loop(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         """h_{k-1} → h_k; see `recurrence`."""
         return self.recurrence(state, k, cache)
 
     def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
-        """What the head multiplies at loop k: readout(coda(h_k))."""
-        return self.readout_map(self.coda(state.h_BTD, state.context.rotary, cache, k), k)
+        """What the head multiplies at loop k: readout(coda(C·norm(h_k))), norm and C where there are any."""
+        h_BTD, context = state.h_BTD, state.context
+        if self.coda_norm is not None:
+            h_BTD = self.coda_norm(h_BTD)
+        if self.coda_map is not None:
+            h_BTD = self.coda_map(h_BTD)
+        return self.readout_map(self.coda(h_BTD, context.rotary, cache, k, ids_BT=context.ids_BT), k)
 
     def hides(self, k: int) -> frozenset[str] | None:
-        """What of the state the readout at loop k hides; None with a coda in between, of which nothing is declared."""
+        """What of the state the readout at loop k hides: what the coda's norm does; of a coda nothing is declared."""
+        if self.config.coda_norm != "none":
+            return hidden_by(self.config.coda_norm)
         return None if self.config.coda_layers else self.readout_map.hides(k)
 
     @property
@@ -116,7 +131,9 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
     def _rotation(self, positions_BT: Tensor) -> Rotation | None:
         if self.config.positions != "rope":
             return None
-        return rotation(positions_BT, self.config.width // self.config.num_heads, self.config.rope_base)
+        config = self.config
+        interleaved = config.rope_pairs == "interleaved"
+        return rotation(positions_BT, config.head_channels, config.rope_base, interleaved=interleaved)
 
     def _initial_state(self, e_BTD: Tensor, positions_BT: Tensor) -> Tensor:
         """h_0: the embedding, zeros, or noise (fresh in training; in evaluation a fixed draw per position)."""
@@ -125,11 +142,11 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
         if self.config.state_init == "zeros":
             return torch.zeros_like(e_BTD)
         if self.training:
-            return _truncated_normal(torch.rand_like(e_BTD), HUGINN_NOISE_STD)
+            return _truncated_normal(torch.rand_like(e_BTD), self.config.noise_std)
         # A longer draw from the same seed starts with the shorter one, so a position keeps its noise in any chunking.
         longest = int(positions_BT.max()) + 1
         uniform_ND = torch.rand(longest, e_BTD.shape[-1], generator=torch.Generator().manual_seed(0))
-        return _truncated_normal(uniform_ND[positions_BT.cpu()], HUGINN_NOISE_STD).to(e_BTD).expand_as(e_BTD)
+        return _truncated_normal(uniform_ND[positions_BT.cpu()], self.config.noise_std).to(e_BTD).expand_as(e_BTD)
 
 
 class GatedLoopedLM(LoopedLM, ExitGate):
@@ -174,14 +191,19 @@ def check_ids(ids_BT: Tensor, positions_BT: Tensor, config: ModelConfig) -> None
 
 
 def _initialise(model: LoopedLM, config: ModelConfig) -> None:
-    """`scaled`: std 0.02 everywhere; then the norm placement has its word on the matrices of its branches."""
-    if config.init == "scaled":
+    """One std everywhere, unless it is torch's; then the norm placement has its word on the matrices of its branches.
+
+    Parcae's injection starts with B = I: the input itself.
+    """
+    if (std := init_std(config)) is not None:
         for module in model.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=SCALED_STD)
+                draw(module.weight, std, config)
     for module in model.modules():
         if isinstance(module, Layer):
             module.initialise(config)
+        if isinstance(module, DiagonalInjection) and config.init == "parcae":
+            nn.init.eye_(module.project.weight)
 
 
 def _truncated_normal(uniform: Tensor, std: float) -> Tensor:

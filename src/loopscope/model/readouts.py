@@ -26,6 +26,11 @@ SCALE = frozenset({"scale"})
 SCALE_AND_MEAN = frozenset({"scale", "mean"})
 
 
+def hidden_by(norm: str) -> frozenset[str]:
+    """What nobody behind a norm of this kind gets to see."""
+    return SCALE if norm == "rmsnorm" else SCALE_AND_MEAN
+
+
 class Readout(nn.Module):
     """State → features. `hides(k)` names the directions of h that the features at loop k do not show."""
 
@@ -59,7 +64,7 @@ class Norm(Readout):
         return self.norm(h_BTD)
 
     def hides(self, k: int) -> frozenset[str]:
-        return SCALE if self.kind == "rmsnorm" else SCALE_AND_MEAN
+        return hidden_by(self.kind)
 
 
 class FinalOnly(Readout):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopscope.config import ModelConfig
-from loopscope.model.layers import Rotation, Stack, make_norm
+from loopscope.model.layers import Rotation, Stack, make_optional_norm
 from loopscope.protocol import Cache, Loop, LoopState
 
 DAMPING_LOGIT = 3.0
@@ -35,10 +35,11 @@ DAMPING_LOGIT = 3.0
 
 @dataclass(frozen=True)
 class Context:
-    """What every loop may read: the embedded input and the rotary angles."""
+    """What every loop may read: the embedded input, the rotary angles, and for value embeddings the ids."""
 
     input_BTD: Tensor
     rotary: Rotation | None
+    ids_BT: Tensor | None = None
 
 
 torch.utils._pytree.register_dataclass(Context)
@@ -105,7 +106,7 @@ class Recurrence(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_loops = config.num_loops
-        self.inter_loop_norm = _inter_loop_norm(config)
+        self.inter_loop_norm = make_optional_norm(config.inter_loop_norm, config)
         self.damping = nn.Parameter(torch.tensor(DAMPING_LOGIT)) if config.spectral_damping else None
         self.injection = INJECTIONS[config.injection](config.width) if config.injection != "none" else None
         self.loop_embedding = nn.Embedding(config.num_loops, config.width) if config.loop_embedding else None
@@ -116,7 +117,7 @@ class Recurrence(nn.Module):
         context: Context = state.context
         h_BTD = self.open(state.h_BTD, context.input_BTD, k)
         # The core must not depend on k, so that one compiled graph serves all loops; only cache slots need it.
-        h_BTD = self.core(h_BTD, context.rotary, cache, k if cache is not None else 0)
+        h_BTD = self.core(h_BTD, context.rotary, cache, k if cache is not None else 0, ids_BT=context.ids_BT)
         return state.with_h(h_BTD)
 
     def open(self, h_BTD: Tensor, e_BTD: Tensor, k: Loop) -> Tensor:
@@ -141,9 +142,3 @@ def between_loops(k: Loop, h_BTD: Tensor, change: Callable[[Tensor], Tensor]) ->
     if isinstance(k, int):
         return h_BTD if k == 1 else change(h_BTD)
     return torch.where(torch.tensor(k, device=h_BTD.device)[:, None, None] > 1, change(h_BTD), h_BTD)
-
-
-def _inter_loop_norm(config: ModelConfig) -> nn.Module | None:
-    if config.inter_loop_norm == "none":
-        return None
-    return make_norm(config.inter_loop_norm, config.width, config.norm_eps)

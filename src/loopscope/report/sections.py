@@ -51,6 +51,8 @@ class AuditView:
     """Every variable with all that was measured of it."""
     interventions: Table
     tokens: Table
+    motion: str
+    """How tokens move over many loops; empty where that was not asked for."""
     notes: list[str]
 
     @property
@@ -86,6 +88,7 @@ def _audit_view(group: Group, run: Run, audit: Audit) -> AuditView:
                 for each in audit.heaviest[:8]
             ],
         ),
+        motion=audit.token_motion,
         notes=audit.notes,
     )
 

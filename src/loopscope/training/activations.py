@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from loopscope.config import Config
-from loopscope.model.layers import PreNorm, make_placement
+from loopscope.model.layers import VALUE_GATE_CHANNELS, PreNorm, make_placement
 from loopscope.objectives.placement import supervised_loops
 from loopscope.objectives.terms import terms_of
 from loopscope.training.flops import passes_at
@@ -59,6 +59,7 @@ class SavedTensors:
         self.config, self.model, self.kernels, self.tokens = config, config.design("a plan"), kernels, tokens
         self.bytes: dict[str, int] = {}
         self.detached: set[str] = set()
+        self.with_value_embedding = False  # of the layer that is being entered
         with torch.device("meta"):  # asked for what they save, never run
             self.attention_norms = make_placement(self.model, "attention")
             self.feed_forward_norms = make_placement(self.model, "feed_forward")
@@ -95,8 +96,11 @@ class SavedTensors:
         self.keep("ids", 8)
         self.dropout("embed", FLOAT32)
         if self.model.positions == "rope":
-            self.keep("rotary", FLOAT32 * 2 * self.model.width // self.model.num_heads)
-        self.input = self.stack("prelude", "embed.out", self.model.prelude_layers)
+            self.keep("rotary", FLOAT32 * 2 * self.model.head_channels)
+        self.input = self.stack("prelude", "prelude", "embed.out", self.model.prelude_layers)
+        if self.model.prelude_norm != "none":
+            self.norm("prelude_norm", self.input, self.model.prelude_norm)
+            self.input = "prelude_norm.out"
         return self.input if self.model.state_init == "embedding" else "h0"
 
     def run(self, h: str, k: int) -> str:
@@ -124,7 +128,7 @@ class SavedTensors:
             h = self.inject(f"loop{k}.injection", h)
         if self.model.loop_embedding:
             h = f"loop{k}.marked"
-        return self.stack(f"loop{k}", h, self.model.num_layers)
+        return self.stack("core", f"loop{k}", h, self.model.num_layers)
 
     def inject(self, name: str, h: str) -> str:
         """Add saves nothing; a projection its input; a product both factors."""
@@ -141,14 +145,15 @@ class SavedTensors:
             self.keep(f"{name}.projected", self.kernels.compute * width)
         return f"{name}.out"
 
-    def stack(self, part: str, x: str, num_layers: int) -> str:
-        """Layers in a row, two residual branches each; how a branch joins the stream, its placement says."""
+    def stack(self, part: str, run: str, x: str, num_layers: int) -> str:
+        """One run of a part's layers, two residual branches each; how a branch joins the stream, its placement says."""
         for index in range(num_layers):
+            self.with_value_embedding = self.model.has_value_embedding(self.model.first_layer(part) + index)
             for branch, save, norms in (
                 ("attention", self.attention, self.attention_norms),
                 ("feed_forward", self.feed_forward, self.feed_forward_norms),
             ):
-                name = f"{part}.{index}.{branch}"
+                name = f"{run}.{index}.{branch}"
                 save(name, x, norms)
                 self.dropout(name, self.kernels.compute)
                 norms.saves(self, name, x)
@@ -190,34 +195,54 @@ class SavedTensors:
         A gate also saves its sigmoid and the heads that it multiplies.
         """
         model, compute = self.model, self.kernels.compute
-        keys = model.kv_heads * model.width // model.num_heads
-        gate = model.width if model.attention_gate else 0
+        keys, wide = model.kv_width, model.attention_width
+        gate = wide if model.attention_gate else 0
         self.matrix(name, x, norms.norm, model.width, FLOAT32)
-        self.keep(f"{name}.qkv", compute * (gate + model.width + 2 * keys))
-        self.keep(heads := f"{name}.heads", compute * model.width)
+        has_new_qk = model.positions == "rope" or model.qk_bias
+        if not (self.with_value_embedding and has_new_qk and not gate) or (model.qk_norm and not model.qk_bias):
+            self.keep(f"{name}.qkv", compute * (gate + wide + 2 * keys))
+        if self.with_value_embedding:
+            self.value_embedding(name, x, norms)
+        self.keep(heads := f"{name}.heads", compute * wide)
         self.keep(f"{name}.logsumexp", FLOAT32 * model.num_heads)
         if model.qk_norm:
-            self.qk_norm(name, model.width + keys)
-        if model.positions == "rope" or model.qk_norm:
-            self.keep(f"{name}.qk", compute * (model.width + keys))
+            self.qk_norm(name, wide + keys)
+        if has_new_qk or model.qk_norm:
+            self.keep(f"{name}.qk", compute * (wide + keys))
         if model.qk_norm:
             # SDPA lays its output out like q, which is contiguous by heads now: merging the heads copies it.
             heads = f"{name}.merged"
         if model.positions == "rope" and compute != FLOAT32:
-            self.keep(f"{name}.rotary", compute * 2 * model.width // model.num_heads)
+            self.keep(f"{name}.rotary", compute * 2 * model.head_channels)
         if gate:
-            self.keep(heads, compute * model.width)
-            self.keep(f"{name}.gate", compute * model.width)
+            self.keep(heads, compute * wide)
+            self.keep(f"{name}.gate", compute * wide)
             heads = f"{name}.gated"
-        self.matrix(f"{name}.last", heads, norms.inner, model.width, compute)
+        self.matrix(f"{name}.last", heads, norms.inner, wide, compute)
 
     def qk_norm(self, name: str, size: int) -> None:
-        """RMSNorm per head: its input is a view of qkv, unless autocast lifts that to float32."""
+        """RMSNorm per head: its input is a view of qkv, unless a bias makes it new or autocast lifts it to float32.
+
+        h/s is kept for the gradient of the gain, where there is one.
+        """
         self.keep(f"{name}.qk_statistics", FLOAT32 * (self.model.num_heads + self.model.kv_heads))
-        if not self.kernels.fused_rmsnorm:
+        if self.model.qk_norm_gain and not self.kernels.fused_rmsnorm:
             self.keep(f"{name}.qk_normalised", FLOAT32 * size)
-        if self.kernels.compute != FLOAT32:
+        if self.kernels.compute != FLOAT32 or self.model.qk_bias:
             self.keep(f"{name}.qk_lifted", FLOAT32 * size)
+
+    def value_embedding(self, name: str, x: str, norms: PreNorm) -> None:
+        """The gate's input, its sigmoid twice (once doubled), the rows of the table, and the values they are added to.
+
+        The gate reads norm(x), which is computed for it once more.
+        """
+        model, compute = self.model, self.kernels.compute
+        if norms.norm is not None:
+            self.norm(f"{name}.value_norm", x)
+        self.keep(f"{name}.value_gate_input", compute * min(VALUE_GATE_CHANNELS, model.width))
+        self.keep(f"{name}.value_gate", 2 * compute * model.kv_heads)
+        self.keep(f"{name}.value_rows", FLOAT32 * model.kv_width)
+        self.keep(f"{name}.values", FLOAT32 * model.kv_width)
 
     def feed_forward(self, name: str, x: str, norms: PreNorm) -> None:
         """Both matrices and what the activation saves; SwiGLU: gate, value and silu(gate)."""
@@ -236,7 +261,13 @@ class SavedTensors:
 
     def readout(self, h: str, k: int) -> None:
         """Coda and readout of loop k; `alpha` and `taper` save the state and a few numbers per token."""
-        h = self.stack(f"coda{k}", h, self.model.coda_layers)
+        if self.model.coda_norm != "none":
+            self.norm(f"coda{k}.norm", h, self.model.coda_norm)
+            h = f"coda{k}.normed"
+        if self.model.coda_map:
+            self.matrix(f"coda{k}.map", h, None, self.model.width, FLOAT32)
+            h = f"coda{k}.mapped"
+        h = self.stack("coda", f"coda{k}", h, self.model.coda_layers)
         kind = self.model.readout
         if kind in ("rmsnorm", "layernorm") or (kind == "final-only" and k >= self.model.num_loops):
             self.norm(f"readout{k}", h, "layernorm" if kind == "layernorm" else "rmsnorm")

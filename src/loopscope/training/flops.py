@@ -3,11 +3,12 @@
 FLOPs of one trained token, with K loops of which B are back-propagated and R readouts (means, where depth is sampled):
 
     C = 6·W_pre + (2K + 4B)·W_core + 6R·W_coda + 6R·V·d + attention
-    attention = 4·d·L·[3.5·n_pre + (K + 2.5B)·n_core + 3.5R·n_coda]           L = (T + 1)/2 keys: causal, on average
+    attention = 4·a·L·[3.5·n_pre + (K + 2.5B)·n_core + 3.5R·n_coda]           L = (T + 1)/2 keys: causal, on average
 
-W counts the weights that multiply a token (matrices, not norms or tables) and n the layers. A product costs 2 forward
+W counts the weights that multiply a token (matrices, not norms or tables), n the layers, and a the channels of all
+heads, usually d. A product costs 2 forward
 and 4 backward per weight; attention has two products forward and five backward, where the scores are computed again.
-Checkpointed loops run forward once more: + 2B·W_core + 4·d·L·B·n_core. Without injection a truncated gradient (B < K)
+Checkpointed loops run forward once more: + 2B·W_core + 4·a·L·B·n_core. Without injection a truncated gradient (B < K)
 never reaches the prelude, which then costs 2 instead of 6.
 
 Legend: T tokens of a sequence, V vocabulary, d width.
@@ -36,7 +37,10 @@ PARTS = {
     "embedding": "embedding",
     "positions": "positions",
     "prelude": "prelude",
+    "prelude_norm": "prelude",
     "recurrence": "core",
+    "coda_norm": "coda",
+    "coda_map": "coda",
     "coda": "coda",
     "readout_map": "readout",
     "unembedding": "head",
@@ -48,7 +52,10 @@ PARTS = {
 def parameters_by_part(model: LoopedLM) -> dict[str, int]:
     """Parameters of every part, 0 where it has none; shared ones are counted once (a tied head is the embedding)."""
     counts = count_parameters(model)
-    return {part: counts.get(module, 0) for module, part in PARTS.items()}
+    parts = dict.fromkeys(PARTS.values(), 0)
+    for module, part in PARTS.items():
+        parts[part] += counts.get(module, 0)
+    return parts
 
 
 def multiplied_weights(module: nn.Module) -> int:
@@ -124,16 +131,16 @@ def flops_per_token(config: Config, model: LoopedLM | None = None) -> TokenFlops
     return TokenFlops(
         prelude=(2 + 4 * passes.prelude_backward) * multiplied_weights(model.prelude),
         core=core * multiplied_weights(model.recurrence),
-        coda=6 * passes.readouts * multiplied_weights(model.coda),
+        coda=6 * passes.readouts * sum(multiplied_weights(part) for part in (model.coda, model.coda_map) if part),
         head=6 * (passes.head_rows * model.head.numel() + gate),
         attention=_attention_flops(config, passes, recomputed),
     )
 
 
 def _attention_flops(config: Config, passes: Passes, recomputed: float) -> float:
-    """4·d·L per layer forward (scores and values), 2.5 times that backward."""
+    """4·a·L per layer forward (scores and values), 2.5 times that backward."""
     model = config.design("a plan")
     layers = model.prelude_layers * (1 + FLASH_BACKWARD * passes.prelude_backward)
     layers += model.num_layers * (passes.loops + recomputed + FLASH_BACKWARD * passes.backprop_loops)
     layers += model.coda_layers * passes.readouts * (1 + FLASH_BACKWARD)
-    return layers * 4 * model.width * (config.sequence_length + 1) / 2
+    return layers * 4 * model.attention_width * (config.sequence_length + 1) / 2

@@ -65,11 +65,12 @@ class Optimizers:
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices inside layers (attention and feed-forward), and everything else."""
+    """Matrices inside layers (attention and feed-forward), and everything else; a table multiplies nothing."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        inside = ".layers." in name and parameter.dim() == 2
+        inside = ".layers." in name and parameter.dim() == 2 and id(parameter) not in tables
         (matrices if inside else others).append(parameter)
     return matrices, others
 

@@ -144,7 +144,8 @@ def activation_bytes(config: Config, kernels: Kernels, batch: MicroBatch, model:
         ledger.loop(states[-2], batch.depth)
     recomputed = ledger.total - saved
     if kernels.compute != FLOAT32:  # autocast saves its low-precision copy of every weight, once
-        saved += kernels.compute * sum(map(multiplied_weights, (model.prelude, model.recurrence, model.coda)))
+        parts = (model.prelude, model.recurrence, model.coda_map, model.coda)
+        saved += kernels.compute * sum(multiplied_weights(part) for part in parts if part is not None)
     return saved, recomputed
 
 

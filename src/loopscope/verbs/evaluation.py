@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.auditing.activity import loop_activity
+from loopscope.auditing.exit_gap import ExitGap, measure_exit_gaps
 from loopscope.config import MOST_LOOPS
 from loopscope.data.packing import SplitTokens
 from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
@@ -41,6 +42,8 @@ TIMED_ROUNDS = 7
 """Batches per depth whose median time gives the throughput."""
 WINDOWS = 64
 """Windows of text on which cache policies are compared."""
+EXIT_WINDOWS = 256
+"""Windows of text on which exits are calibrated and asked, half each: what comes first is fitted."""
 TIMED_TOKENS = 32
 """Tokens that are decoded in each round of timing."""
 
@@ -60,6 +63,8 @@ class EvaluationResult:
     """Of prefill and decoding at the depths that were asked for, where speed was."""
     cache: CacheTable | None = None
     """What cache policies cost, where that was asked for."""
+    exit_gaps: list[ExitGap] = field(default_factory=list)
+    """Of every exit below the trained depth, whether it is badly read or not yet computed, where that was asked for."""
 
     @property
     def beyond(self) -> Beyond | None:
@@ -110,6 +115,7 @@ class EvaluationResult:
             "beyond": None if verdict is None else {**vars(verdict), "sentence": verdict.sentence},
             "speed": [vars(each) for each in self.speed],
             "cache": None if self.cache is None else self.cache.to_json(),
+            "exit_gaps": [each.to_json() for each in self.exit_gaps],
         }
 
 
@@ -125,13 +131,15 @@ def evaluate(
     speed: bool = False,
     ways: Mapping[str, Way] | None = None,
     cache_policies: bool = False,
+    exit_gap: bool = False,
     say: Say = lambda text: None,
     progress: OnProgress = lambda what, share: None,
 ) -> EvaluationResult:
     """Scores after each of `depths` loops (by default 1 to the trained depth) on `data` or the target's own text.
 
     With `speed` the depths are timed as well, plainly and speculating, and so are other `ways` to decode, by the name
-    of what they add to plain decoding. With `cache_policies` the text is decoded under each of them. `progress` is
+    of what they add to plain decoding. With `cache_policies` the text is decoded under each of them. With `exit_gap`
+    every exit among the depths is taken apart: how much of what it costs would a better reading mend? `progress` is
     called after each batch with what is going on and the share of it that is done.
     """
     opened = with_tokenizer(open_target(target), tokenizer)
@@ -156,9 +164,12 @@ def evaluate(
             opened.model, tokens, max(depths), length, batch=batch, max_tokens=max_tokens, progress=progress
         )
         pairs = evaluation_batches(tokens, length, batch, max_tokens)
-    timings, table = [], None
-    if speed or cached is not None:
-        ids_WT, targets_WT = _windows(pairs)
+    timings, table, gaps = [], None, []
+    if speed or cached is not None or exit_gap:
+        ids_WT, targets_WT = _windows(pairs, EXIT_WINDOWS if exit_gap else WINDOWS)
+        if exit_gap:
+            gaps = _exit_gaps(opened.model, ids_WT, targets_WT, depths, batch, progress)
+        ids_WT, targets_WT = ids_WT[:WINDOWS], targets_WT[:WINDOWS]
         if speed:
             prompt = ids_WT[0, : ids_WT.shape[1] // 2].tolist()
             room = len(prompt) if opened.max_length is None else opened.max_length - len(prompt)
@@ -170,7 +181,7 @@ def evaluate(
             timings = time_depths(opened.model, prompt, depths, tokens=count, ways=ways, progress=progress)
         if cached is not None:
             table = _cache_table(opened.model, cached, ids_WT, targets_WT, batch, progress)
-    return EvaluationResult(opened, scores.of(depths), scores, text, timings, table)
+    return EvaluationResult(opened, scores.of(depths), scores, text, timings, table, gaps)
 
 
 def _speculating(context: int | None) -> Way:
@@ -245,7 +256,24 @@ def _depth_scores(model: LoopedModel, batches: Iterable[tuple[Tensor, Tensor]], 
         return evaluate_depths(score, batches, num_loops)
 
 
-def _windows(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _exit_gaps(
+    model: LoopedModel, ids_WT: Tensor, targets_WT: Tensor, depths: Sequence[int], batch: int, progress: OnProgress
+) -> list[ExitGap]:
+    """Every exit among the depths taken apart: fitted on the first half of the windows, asked on the second."""
+    exits = [k for k in depths if k < model.num_loops]
+    if not exits:
+        raise ConfigError.of("exit_gap", True, f"none of the depths is an exit below the trained {model.num_loops}")
+    if len(ids_WT) < 4:
+        raise DataError(f"an exit is taken apart on at least 4 windows of text, got {len(ids_WT)}; name more text")
+    half = len(ids_WT) // 2
+    fit, test = (
+        list(zip(ids.split(batch), targets.split(batch), strict=True))
+        for ids, targets in ((ids_WT[:half], targets_WT[:half]), (ids_WT[half:], targets_WT[half:]))
+    )
+    return measure_exit_gaps(model, fit, test, loops=exits, progress=progress)
+
+
+def _windows(pairs: Iterable[tuple[Tensor, Tensor]], count: int = WINDOWS) -> tuple[Tensor, Tensor]:
     """The first windows of a text that are full, ids_WT and targets_WT, all of one length."""
     ids: list[Tensor] = []
     targets: list[Tensor] = []
@@ -255,11 +283,11 @@ def _windows(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
             break
         ids.append(ids_BT[full_B])
         targets.append(targets_BT[full_B])
-        if sum(map(len, ids)) >= WINDOWS:
+        if sum(map(len, ids)) >= count:
             break
     if not sum(map(len, ids)) or ids[0].shape[1] < 4:
         raise DataError("the text has no whole window to decode, of at least 4 tokens; name more text, or --length")
-    return torch.cat(ids)[:WINDOWS], torch.cat(targets)[:WINDOWS]
+    return torch.cat(ids)[:count], torch.cat(targets)[:count]
 
 
 def _cache_table(
