@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -213,33 +213,17 @@ class FeedForward(nn.Module):
         return norm_linear(activated, inner, self.out)
 
 
-class Ledger(Protocol):
-    """What a placement sees of the plan's ledger of saved activations (`training.activations`): tensors by name."""
-
-    def keep(self, name: str, bytes_per_token: int) -> None:
-        """Enter a tensor; one that two operations save is entered under one name, and counts once."""
-
-    def keep_state(self, name: str) -> None:
-        """Enter a tensor of the residual stream."""
-
-    def norm(self, name: str, x: str) -> None:
-        """Enter what a layer's norm of x saves."""
-
-
 class PreNorm(nn.Module):
     """x + f(norm(x)): the residual stream itself is never normalised, so the loop carries its scale.
 
-    Every other placement is a subclass. It is made once per residual branch, and decides five things about it:
+    Every other placement is a subclass. It is made once per residual branch, and decides four things about it:
 
         norm          opens the branch: what its first matrix reads is norm(x), or x itself where it is None
         inner         sits before the branch's last matrix, on the joined heads or the activated hidden layer; or None
         after         how the branch's output joins the stream
         initialise    what becomes of the branch's matrices once they have been drawn
-        saves         what autograd keeps of `after`, so that the plan stays right
 
-    The branch applies `norm` and `inner` together with its matrices, which saves memory (see `kernels`). The plan knows
-    what a norm keeps in these two places; any other `inner` is taken for a product with a parameter, which keeps its
-    input.
+    The branch applies `norm` and `inner` together with its matrices, which saves memory (see `kernels`).
     """
 
     def __init__(self, config: ModelConfig, branch: Branch) -> None:
@@ -258,9 +242,6 @@ class PreNorm(nn.Module):
         elif (std := init_std(config)) is not None:
             draw(branch.out.weight, std / math.sqrt(2 * config.total_layers), config)
 
-    def saves(self, ledger: Ledger, name: str, x: str) -> None:
-        """Enter what autograd keeps of `after`, for the branch `name` of the stream x: of a sum, nothing."""
-
 
 class SumNorm(PreNorm):
     """norm'(x + f(norm(x))): the sum is normalised too, so no scale survives a layer (Huginn)."""
@@ -272,9 +253,6 @@ class SumNorm(PreNorm):
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         return self.sum_norm(x_BTD + branch_BTD)
 
-    def saves(self, ledger: Ledger, name: str, x: str) -> None:
-        ledger.norm(f"{name}.sum_norm", f"{name}.sum")
-
 
 class SandwichNorm(PreNorm):
     """x + norm'(f(norm(x))): every branch writes a bounded amount, the stream still carries its scale (Ouro)."""
@@ -285,9 +263,6 @@ class SandwichNorm(PreNorm):
 
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         return x_BTD + self.branch_norm(branch_BTD)
-
-    def saves(self, ledger: Ledger, name: str, x: str) -> None:
-        ledger.norm(f"{name}.branch_norm", f"{name}.branch")
 
 
 class HeadScale(nn.Module):
@@ -331,12 +306,6 @@ class NormFormer(PreNorm):
         if self.residual is not None:
             x_BTD = self.residual * x_BTD
         return x_BTD + (branch_BTD if self.branch_norm is None else self.branch_norm(branch_BTD))
-
-    def saves(self, ledger: Ledger, name: str, x: str) -> None:
-        if self.residual is not None:
-            ledger.keep_state(x)  # for the gradient of w_res
-        if self.branch_norm is not None:
-            ledger.norm(f"{name}.branch_norm", f"{name}.branch")
 
 
 class DeepNorm(SumNorm):

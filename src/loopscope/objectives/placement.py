@@ -9,7 +9,7 @@ Shape legend: K supervised loops, B batch, T tokens, N = B·T, D width, V vocabu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,7 +56,9 @@ class Objective:
     def __init__(self, config: ObjectiveConfig, *, fused: bool = True, recompute: bool = False) -> None:
         self.config = config
         self.recompute = recompute
-        self.cross_entropy = multi_readout_cross_entropy if fused else reference_cross_entropy
+        self.cross_entropy: Callable[..., ReadoutLoss] = (
+            multi_readout_cross_entropy if fused else reference_cross_entropy
+        )
 
     def terms(self, model: LoopedModel) -> list[Term]:
         """What the loss sums besides cross-entropy: the configuration's terms, then the model's own."""
@@ -107,7 +109,7 @@ class Objective:
             return every.loss, every.ce_K, entropy
         # Exits below the last on a random share of positions: an unbiased estimate of the same loss.
         chosen = torch.randperm(len(targets_N), device=targets_N.device)[: math.ceil(share * len(targets_N))]
-        exits: ReadoutLoss = self.cross_entropy(
+        exits = self.cross_entropy(
             features_KND[:-1, chosen], linear.head, targets_N[chosen], loop_weights=weights[:-1], z_loss=z_loss
         )
         last = self.cross_entropy(features_KND[-1:], linear.head, targets_N, loop_weights=weights[-1:], z_loss=z_loss)

@@ -1,7 +1,7 @@
 """Terms of a loss besides cross-entropy, each one object: its value on a pass, and what it shows of a state.
 
-The objective sums the values, the audit asks what is shown, the monitor whether the scale is seen, and the plan what
-autograd keeps for it. All of them read the same object, so that none of them can forget a term.
+The objective sums the values, the audit asks what is shown, the monitor whether the scale is seen, and the plan runs
+it to count what it takes. All of them read the same object, so that none of them can forget a term.
 
     norm penalty    λ · mean over loops, tokens and width of h² = λ · mean s²        shows √(λ/d)·h
     scale anchor    w · mean over loops and tokens of (s − target)²                  shows √w·s
@@ -49,10 +49,6 @@ class Term(ABC):
     weight: float
     inside_cross_entropy: ClassVar[bool] = False
     """Computed where the logits are, by the cross-entropy itself; `value` is not asked."""
-    keeps_states: ClassVar[bool] = False
-    """Whether autograd keeps the states for it."""
-    kept_scalars: ClassVar[int] = 0
-    """Further numbers that autograd keeps for it, per loop and token."""
     may_reward: ClassVar[bool] = False
     """Whether its weight may be negative: then it pays instead of charging, and `shows` must not take its root."""
 
@@ -88,7 +84,6 @@ class NormPenalty(Term):
 
     weight: float
     name: str = "norm_penalty"
-    keeps_states: ClassVar[bool] = True
 
     def value(self, seen: Pass) -> Tensor:
         return norm_penalty(seen.states, self.weight)
@@ -104,8 +99,6 @@ class ScaleAnchor(Term):
     weight: float
     target: float = 1.0
     name: str = "scale_anchor"
-    keeps_states: ClassVar[bool] = True
-    kept_scalars: ClassVar[int] = 2
 
     def check(self) -> None:
         """Its target is a scale besides."""
