@@ -7,6 +7,10 @@ it to count what it takes. All of them read the same object, so that none of the
     scale anchor    w · mean over loops and tokens of (s − target)²                  shows √w·s
     z-loss          z · mean over exits of lse², lse = log Σ_v exp(logit_v)          shows √z·lse
     exit entropy    −w · mean over tokens of H(p), p the exit distribution           shows nothing: it only rewards
+    exit prior      β · mean over tokens of KL(p ‖ geometric)                        shows nothing: it sees gates alone
+    Jacobian        λ · ‖J v‖² of one more loop; the cross-entropy weighs 1 − λ      shows nothing of where the state is
+    ponder cost     τ · mean over tokens of N + R (ACT)                              shows nothing of h
+    router terms    balance and z-loss of a mixture of experts                       show nothing of h
 
 Here s = √(mean over width of h²). A term shows f(h) when its value is, to second order, a squared length of f.
 Shape legend: K loops, B batch, T tokens, N = B·T, D width, V vocabulary.
@@ -16,16 +20,45 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError
-from loopscope.protocol import LoopTrace
+from loopscope.protocol import LoopedModel, LoopTrace
+
+
+@dataclass(frozen=True)
+class Exits:
+    """Where tokens leave, as gates have it."""
+
+    log_p_KN: Tensor
+    """Log-probability of leaving at each loop."""
+    counted_N: Tensor
+    """Tokens that have a target."""
+
+    def mean(self, values_N: Tensor) -> Tensor:
+        """Mean over the tokens that count."""
+        return (values_N * self.counted_N).sum() / self.counted_N.sum().clamp(min=1)
+
+    def entropy(self) -> Tensor:
+        """Mean H(p)."""
+        return self.mean(-(self.log_p_KN.exp() * self.log_p_KN).sum(0))
+
+    def divergence(self, rate: float) -> Tensor:
+        """Mean KL(p ‖ q), q geometric: q_k = λ(1 − λ)^(k−1), and what remains of it on the last loop."""
+        last = len(self.log_p_KN) - 1
+        log_q = [k * math.log1p(-rate) + (math.log(rate) if k < last else 0.0) for k in range(last + 1)]
+        log_q_K1 = torch.tensor(log_q, dtype=self.log_p_KN.dtype, device=self.log_p_KN.device)[:, None]
+        return self.mean((self.log_p_KN.exp() * (self.log_p_KN - log_q_K1)).sum(0))
 
 
 @dataclass(frozen=True)
@@ -33,8 +66,15 @@ class Pass:
     """What one forward pass of an objective leaves for its terms."""
 
     trace: LoopTrace
-    entropy: Tensor | None = None
-    """Mean entropy of the exit distribution, where exits are gated."""
+    exits: Exits | None = None
+    """Where exits are gated."""
+    model: LoopedModel | None = None
+    """Whose pass it was; None where an audit asks what a term charges for a state alone."""
+
+    @property
+    def nothing(self) -> Tensor:
+        """What a term charges that has nothing to look at."""
+        return self.trace.states[-1].h_BTD.new_zeros((), dtype=torch.float32)
 
     @property
     def states(self) -> list[Tensor]:
@@ -51,6 +91,9 @@ class Term(ABC):
     """Computed where the logits are, by the cross-entropy itself; `value` is not asked."""
     may_reward: ClassVar[bool] = False
     """Whether its weight may be negative: then it pays instead of charging, and `shows` must not take its root."""
+
+    replaces_cross_entropy: ClassVar[bool] = False
+    """Whether the cross-entropy weighs 1 − weight beside it."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -136,8 +179,113 @@ class ExitEntropy(Term):
     name: str = "exit_entropy"
 
     def value(self, seen: Pass) -> Tensor:
-        assert seen.entropy is not None, "Config allows an exit entropy with gated exits only"
-        return -self.weight * seen.entropy
+        return seen.nothing if seen.exits is None else -self.weight * seen.exits.entropy()
+
+
+@dataclass(frozen=True)
+class ExitPrior(Term):
+    """β·KL(p ‖ geometric(λ_p)): pulls the exit distribution towards an expected depth of 1/λ_p (PonderNet)."""
+
+    weight: float
+    rate: float = 0.2
+    name: str = "exit_prior"
+
+    def value(self, seen: Pass) -> Tensor:
+        return seen.nothing if seen.exits is None else self.weight * seen.exits.divergence(self.rate)
+
+
+@dataclass(frozen=True)
+class JacobianPenalty(Term):
+    """λ·‖J v‖², J of one more loop at the detached last state, v a random unit vector (STARS, arXiv 2605.26733).
+
+    The derivative is exact (forward mode, through plain attention) and taken without dropout. Chosen here: v is a unit
+    vector of a whole sequence's state, and the value the mean over sequences.
+    """
+
+    weight: float
+    name: str = "jacobian_penalty"
+    replaces_cross_entropy: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """A weight of 1 would leave nothing of the cross-entropy."""
+        super().check()
+        if self.weight >= 1:
+            raise ConfigError(f"JacobianPenalty: weight = {self.weight!r}: must be below 1")
+
+    def value(self, seen: Pass) -> Tensor:
+        if seen.model is None:
+            return seen.nothing
+        state = pytree.tree_map_only(Tensor, Tensor.detach, seen.trace.states[-1])
+        v_BTD = torch.randn_like(state.h_BTD)
+        v_BTD = v_BTD / v_BTD.flatten(1).norm(dim=1)[:, None, None]
+        with _plain(seen.model), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+            dual = state.with_h(forward_ad.make_dual(state.h_BTD, v_BTD))
+            after = seen.model.loop(dual, seen.trace.num_loops)
+            image_BTD = forward_ad.unpack_dual(after.h_BTD).tangent
+        return self.weight * _wide(image_BTD).square().sum() / len(v_BTD)
+
+
+@contextmanager
+def _plain(model: LoopedModel) -> Iterator[None]:
+    """The model without dropout and hand-written gradients, which have no forward mode."""
+    modules = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module in modules:
+            module.training = True
+
+
+@dataclass(frozen=True)
+class PonderCost(Term):
+    """τ·mean over tokens of N + R, the loops until a token halts and what was left of its weight then (ACT).
+
+    Read from the carried weights `left` of every loop; only R has a gradient.
+    """
+
+    weight: float
+    name: str = "ponder_cost"
+
+    def value(self, seen: Pass) -> Tensor:
+        lefts = [state.carried["left"] for state in seen.trace.states if "left" in state.carried]
+        if not lefts:
+            return seen.nothing
+        before_KBT1 = torch.stack(lefts[:-1])
+        runs_KBT1 = before_KBT1 > 0
+        runs_on_KBT1 = torch.cat([runs_KBT1[1:], torch.zeros_like(runs_KBT1[:1])])
+        remainder_BT1 = (before_KBT1 * (runs_KBT1 & ~runs_on_KBT1)).sum(0)
+        return self.weight * (runs_KBT1.sum(0) + remainder_BT1).mean()
+
+
+class Router(Protocol):
+    """What a mixture of experts leaves for its losses."""
+
+    calls: list[tuple[Tensor, Tensor]]
+    """(balance, z) of every call of the pass."""
+
+
+@dataclass(frozen=True)
+class RouterBalance(Term):
+    """w · mean over calls of E·Σ f_i·p̄_i: 1 where experts are loaded evenly, E where one has all."""
+
+    weight: float
+    routers: tuple[Router, ...] = ()
+    name: str = "router_balance"
+    which: ClassVar[int] = 0
+
+    def value(self, seen: Pass) -> Tensor:
+        calls = [call[self.which] for router in self.routers for call in router.calls]
+        return seen.nothing if seen.model is None or not calls else self.weight * torch.stack(calls).mean()
+
+
+@dataclass(frozen=True)
+class RouterZLoss(RouterBalance):
+    """w · mean over calls and tokens of the router's squared log-sum-exp."""
+
+    name: str = "router_z_loss"
+    which: ClassVar[int] = 1
 
 
 def terms_of(config: ObjectiveConfig) -> list[Term]:
@@ -148,6 +296,8 @@ def terms_of(config: ObjectiveConfig) -> list[Term]:
         ScaleAnchor(config.scale_anchor, config.anchor_scale): config.scale_anchor > 0,
         ZLoss(config.z_loss): config.z_loss > 0,
         ExitEntropy(config.exit_entropy): gated,
+        ExitPrior(config.exit_kl, config.exit_rate): config.exit_kl > 0,
+        JacobianPenalty(config.jacobian_penalty): config.jacobian_penalty > 0,
     }
     return [term for term, is_on in terms.items() if is_on]
 

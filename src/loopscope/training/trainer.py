@@ -201,6 +201,7 @@ class Trainer:
         depth = sample_depth(self.config.objective, self.model.num_loops, seed=training.seed, step=step)
         if (scheduled := Scheduled.of(self.model)) is not None:
             scheduled.at_progress(step / training.steps)
+        self.step_module.objective.progress = step / training.steps
         self.step_module.train()
         total = torch.zeros((), device=self.ranks.device)
         seen: dict[str, Any] = {}
