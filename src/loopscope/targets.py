@@ -103,12 +103,17 @@ def open_target(word: str | Path | Opened, *, seed: int = 0, dtype: str | None =
     `dtype` is float32, bfloat16, float16, or own: as the folder stores them. By default other people's weights become
     float32, and everything else stays as it is.
     """
-    if dtype is not None and dtype not in (*DTYPES, OWN_DTYPE):
-        raise ConfigError.of("dtype", dtype, f"expected one of {', '.join((*DTYPES, OWN_DTYPE))}")
+    check_dtype(dtype)
     opened = word if isinstance(word, Opened) else _opened(word, seed, dtype)
     if dtype in DTYPES and isinstance(opened.model, nn.Module):
         opened.model.to(DTYPES[dtype])
     return opened
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Refuse what is no dtype that a target can be opened in."""
+    if dtype is not None and dtype not in (*DTYPES, OWN_DTYPE):
+        raise ConfigError.of("dtype", dtype, f"expected one of {', '.join((*DTYPES, OWN_DTYPE))}")
 
 
 def _opened(word: str | Path, seed: int, dtype: str | None) -> Opened:
