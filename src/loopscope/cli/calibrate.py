@@ -39,6 +39,9 @@ class Calibrate:
     """Text to calibrate on instead of the target's validation split."""
     tokenizer: str | None = None
     """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    dtype: str | None = None
+    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
+    weights are opened in float32, and everything else as it is."""
     max_units: int = 400
     """At most so many units of text (512 tokens each; of a task 8 instances)."""
     verify: int = 0
@@ -68,11 +71,12 @@ examples:
         if self.max_units < 1 or self.verify < 0:
             raise ConfigError.of("max_units", self.max_units, "must be at least 1, and --verify not negative")
         from loopscope.runs import write_json
+        from loopscope.targets import open_target
         from loopscope.verbs.calibration import calibrate, to_policy
 
         with progress(self.target) as advance:
             found = calibrate(
-                self.target,
+                open_target(self.target, dtype=self.dtype),
                 rules=self.rule,
                 max_ppl_increase=self.max_ppl_increase,
                 confidence=self.confidence,

@@ -37,6 +37,9 @@ class Eval:
     """Text to evaluate on instead of the run's validation split."""
     tokenizer: str | None = None
     """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    dtype: str | None = None
+    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
+    weights are opened in float32, and everything else as it is."""
     batch: int = 16
     """Sequences at a time."""
     length: int | None = None
@@ -77,11 +80,12 @@ examples:
         """Evaluate and print."""
         check_word(self.target)
         check_sources(self.data or ())
+        from loopscope.targets import open_target
         from loopscope.verbs.evaluation import evaluate
 
         with progress(self.target) as advance:
             result = evaluate(
-                self.target,
+                open_target(self.target, dtype=self.dtype),
                 depths=None if self.depths is None else parse_depths(self.depths),
                 data=self.data,
                 tokenizer=self.tokenizer,
@@ -94,7 +98,9 @@ examples:
                 say=say,
                 progress=advance,
             )
-        if result.opened.run is not None:  # what was measured is printed whether or not it can be kept
+        if (
+            result.opened.run is not None and self.dtype is None
+        ):  # what was measured is printed whether or not it can be kept
             try:
                 say(f"scores are in {result.keep()}")
             except (RunError, OSError) as error:
