@@ -167,6 +167,7 @@ def of_folder(path: Path) -> Opened:
         objective=foreign.objective,
         vocab_size=foreign.vocab_size,
         max_length=foreign.max_length,
+        step=foreign.step,
         stage="step unknown",
         notes=foreign.notes,
         end_ids=foreign.end_ids,
