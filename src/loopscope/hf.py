@@ -14,7 +14,7 @@ Shape legend: B batch, T new tokens, S all tokens, D width, V vocabulary, H head
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +46,14 @@ except ImportError as error:
 
 
 class LoopscopeConfig(PretrainedConfig):
-    """A `ModelConfig` under the names that transformers knows, the rest of its fields in `design`; see `adapters.native`.
+    """A `ModelConfig` under the names that transformers knows, its other fields in `design`; see `adapters.native`.
 
-    Made from keywords as `LoopscopeConfig(design={"width": 64}, num_loops=4)`: fields of a ModelConfig that have no name
-    of transformers' are given in `design`, and those that have one in either way.
+    Made from keywords as `LoopscopeConfig(hidden_size=64, design={"num_layers": 2, "num_loops": 4})`: fields that
+    transformers has a name for are given under that name or in `design`, all others in `design`.
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     vocab_size: int | None = None
     hidden_size: int | None = None
@@ -143,9 +143,8 @@ class LoopscopeForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["Layer"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _tied_weights_keys: dict[str, str] = {}
+    _no_split_modules = ["Layer"]  # noqa: RUF012 (as transformers has it)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, config: LoopscopeConfig) -> None:
         super().__init__(config)
@@ -157,7 +156,7 @@ class LoopscopeForCausalLM(PreTrainedModel, GenerationMixin):
         }
         self.post_init()
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor,
@@ -200,10 +199,10 @@ class LoopscopeForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits_BTV,
+            loss=cast(Any, loss),
+            logits=cast(Any, logits_BTV),
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(state.h_BTD for state in states) if wants_states else None,
+            hidden_states=tuple(cast(Any, state.h_BTD) for state in states) if wants_states else None,
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +214,7 @@ class LoopscopeForCausalLM(PreTrainedModel, GenerationMixin):
                 "its loops: pass a second model with a smaller config.num_loops as assistant_model, or use "
                 "loopscope generate --speculate, which computes nothing twice"
             )
-        return super().generate(*args, **kwargs)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
@@ -287,7 +286,8 @@ class LoopscopeForCausalLM(PreTrainedModel, GenerationMixin):
             # A static cache returns room for tokens to come, which only a mask hides.
             allow_is_causal_skip=held is None or not held.is_compileable,
         )
-        if isinstance(kept, Tensor) and kept.dtype != torch.bool:
+        assert kept is None or isinstance(kept, Tensor), "attention is SDPA's, and so are its masks"
+        if kept is not None and kept.dtype != torch.bool:
             kept = kept == 0
         return SlotCache(self.model.config, num_loops, positions_BT, kept, held)
 
@@ -333,7 +333,7 @@ def slot_index(slot: Slot, config: ModelConfig, num_loops: int) -> int:
 
 
 class _Run(LinearReadout, ExitGate):
-    """Our model with what one call knows of earlier tokens; remembers what the last loop's readout was computed from."""
+    """Our model with what one call knows of earlier tokens; the features of the last loop are computed once."""
 
     def __init__(self, model: LoopedLM, num_loops: int, cache: SlotCache | None) -> None:
         self._model, self.num_loops, self._cache = model, num_loops, cache
@@ -350,7 +350,7 @@ class _Run(LinearReadout, ExitGate):
         return self._model.loop(state, k, self._cache)
 
     def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
-        """Once for the last loop: a coda would write its keys twice, and some readouts keep running means."""
+        """A coda that is run twice would write its keys twice, and some readouts keep running means."""
         if k == self.num_loops and self._last_BTD is not None:
             return self._last_BTD
         features_BTD = self._model.features(state, k, self._cache)
@@ -378,15 +378,19 @@ def _make_slots(held: TheirCache, config: ModelConfig, num_loops: int, past: int
     """Slots for the depth of this call, where the cache was made for another; refused once it has been filled."""
     needed = derived(config, num_loops)["num_hidden_layers"]
     if past:
-        filled = sum(int(layer.get_seq_length()) > 0 for layer in held.layers)
+        filled = sum(int(held.get_seq_length(index)) > 0 for index in range(len(held)))
         if filled != needed:
             raise ConfigError.of(
-                "num_loops", num_loops, f"these keys and values have {filled} slots, and {needed} are needed: go on "
-                "with the depth that they were computed at"
+                "num_loops",
+                num_loops,
+                f"these keys and values have {filled} slots, and {needed} are needed: go on "
+                "with the depth that they were computed at",
             )
     if len(held.layers) < needed and held.layer_class_to_replicate is None:
         if not all(isinstance(layer, DynamicLayer) for layer in held.layers):
-            raise ConfigError.of("num_loops", num_loops, "a cache of a fixed size has no slots for it; set config.num_loops")
+            raise ConfigError.of(
+                "num_loops", num_loops, "a cache of a fixed size has no slots for it; set config.num_loops"
+            )
         held.layers += [DynamicLayer() for _ in range(needed - len(held.layers))]
 
 

@@ -103,10 +103,12 @@ def load(fields: Fields, weights: Weights, dtype: torch.dtype = torch.float32) -
     weights.check(shapes)
     tensors = {name: weights.read(PREFIX + name, dtype) for name in own_tensors(model)}
     model.load_state_dict({name: tensors[first] for name, first in names.items()}, assign=True)
-    model.num_loops = num_loops_of(fields.values, design, source)
+    depth = num_loops_of(fields.values, design, source)
+    other = f"config.json asks for {depth} loops; it was trained at {design.num_loops}, which is what is meant here"
     step = fields.get("step")
     known = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
-    return Foreign(model.eval(), design.vocab_size, design.max_length, config.objective, step=known)
+    notes = () if depth == design.num_loops else (other,)
+    return Foreign(model.eval(), design.vocab_size, design.max_length, config.objective, notes, step=known)
 
 
 def own_tensors(model: LoopedLM) -> dict[str, Tensor]:
