@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,6 +72,8 @@ class Foreign:
     """What a reader of its audit should know."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a text."""
+    step: int | None = None
+    """Training steps behind the weights, where the folder says so."""
 
     @cached_property
     def model(self) -> LoopedModel:
@@ -244,9 +246,14 @@ class Weights:
         """Tensors of these names on top of each other; one alone that has the dtype stays a view of its file."""
         if len(names) == 1 and self._stored(name := next(iter(names))) == dtype:
             return self._tensor(self._opened[self._home[name]], name)
-        rows = sum(shape[0] for shape in names.values())
-        whole = torch.empty(rows, *next(iter(names.values()))[1:], dtype=dtype)
-        for name, part in zip(names, whole.split([shape[0] for shape in names.values()]), strict=True):
+        shapes = list(names.values())
+        if len(shapes) == 1:  # perhaps a scalar, which has no rows
+            whole = torch.empty(shapes[0], dtype=dtype)
+            parts: Sequence[Tensor] = [whole]
+        else:
+            whole = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype)
+            parts = whole.split([shape[0] for shape in shapes])
+        for name, part in zip(names, parts, strict=True):
             self._stored(name)
             # A mapping of its own, which goes once it is copied: of what is in memory twice, there is never more.
             part.copy_(self._tensor(_open(self._home[name]), name))
@@ -288,13 +295,15 @@ def fill(foreign: Foreign, weights: Weights, dtype: torch.dtype | None = torch.f
             )
     for ours in (*foreign.layout, *foreign.given):
         home, _, leaf = ours.rpartition(".")
-        empty = foreign.network.get_parameter(ours)
+        module = foreign.network.get_submodule(home)
+        empty: Tensor = getattr(module, leaf)
         tensor = (
             foreign.given[ours].to(dtype) if ours in foreign.given else weights.stacked(foreign.layout[ours], dtype)
-        )
-        filled = nn.Parameter(tensor.view(empty.shape), requires_grad=empty.requires_grad)
-        setattr(foreign.network.get_submodule(home), leaf, filled)
-    assert not any(parameter.is_meta for parameter in foreign.network.parameters()), "the layout forgets a parameter"
+        ).view(empty.shape)
+        is_parameter = isinstance(empty, nn.Parameter)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=empty.requires_grad) if is_parameter else tensor)
+    left = (*foreign.network.parameters(), *foreign.network.buffers())
+    assert not any(tensor.is_meta for tensor in left), "the layout forgets a tensor"
     foreign.network.eval()
 
 
@@ -302,11 +311,12 @@ def tensors_of(network: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """The model's parameters under their names and in their shapes: what `fill` has read."""
     tensors: dict[str, Tensor] = {}
     for ours, theirs in layout.items():
-        parameter = network.get_parameter(ours).detach()
+        home, _, leaf = ours.rpartition(".")
+        tensor = getattr(network.get_submodule(home), leaf).detach()
         if len(theirs) == 1:
-            tensors |= {name: parameter.reshape(shape) for name, shape in theirs.items()}
+            tensors |= {name: tensor.reshape(shape) for name, shape in theirs.items()}
         else:
-            parts = parameter.split([shape[0] for shape in theirs.values()])
+            parts = tensor.split([shape[0] for shape in theirs.values()])
             tensors |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
     return tensors
 
