@@ -25,7 +25,7 @@ from loopscope.cli.env import Env
 from loopscope.cli.eval import Eval
 from loopscope.cli.flags import check_known, entry, help_text, sections_of
 from loopscope.cli.generate import Generate
-from loopscope.cli.ouro import ReproduceOuro
+from loopscope.cli.ouro import ReproduceOuro, ReproduceOuroTrain
 from loopscope.cli.plan import Plan
 from loopscope.cli.quickstart import Quickstart
 from loopscope.cli.remedy import Remedy
@@ -79,7 +79,11 @@ VERBS: dict[str, type[Any]] = {
     "report": Report,
     "env": Env,
 }
-COMMANDS: dict[str, type[Any]] = {**VERBS, "reproduce ouro": ReproduceOuro}
+COMMANDS: dict[str, type[Any]] = {
+    **VERBS,
+    "reproduce ouro": ReproduceOuro,
+    "reproduce ouro-train": ReproduceOuroTrain,
+}
 """The verbs, and commands of two words."""
 START_HERE = {
     "train": (
