@@ -117,6 +117,8 @@ class ReproduceOuroTrain:
     """Optimiser steps of a row; by default the preset's, and 10,000 at 1.4B."""
     batch: int | None = None
     """Sequences per step, over all processes of a row."""
+    accumulate: int = 1
+    """Micro-batches a step is split into."""
     length: int | None = None
     """Tokens of a sequence; by default the preset's, and 2,048 at 1.4B."""
     lr: float | None = None
@@ -164,10 +166,21 @@ needs at 1.4B: loopscope plan --preset ouro-1.4b --sequence-length 2048, and doc
 examples:
   loopscope reproduce ouro-train --size nano --data wiki/*.txt
   loopscope reproduce ouro-train --size demo --steps 50 --conditions per-loop+rmsnorm,per-loop+raw --data builtin
-  loopscope reproduce ouro-train --size ouro-1.4b --processes-per-row 8 --shard full --checkpoint-loops"""
+  loopscope reproduce ouro-train --size ouro-1.4b --processes-per-row 8 --shard full \\
+      --checkpoint-loops --accumulate 8"""
 
     def __post_init__(self) -> None:
-        names = ("steps", "batch", "length", "eval_tokens", "sweep_tokens", "rows_at_once", "threads", "seeds")
+        names = (
+            "steps",
+            "batch",
+            "accumulate",
+            "length",
+            "eval_tokens",
+            "sweep_tokens",
+            "rows_at_once",
+            "threads",
+            "seeds",
+        )
         for name in (*names, "processes_per_row"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError.of(name, value, "must be at least 1")
@@ -235,6 +248,7 @@ examples:
             seeds=choose_seeds(self.seeds),
             steps=self.steps,
             batch=self.batch,
+            accumulate=self.accumulate,
             length=self.length,
             lr=self.lr,
             data=self.data,

@@ -64,7 +64,7 @@ def _variable_depth(record: OuroRecord) -> Table | None:
         for each in record.depths.depths
     ]
     header = ["loops K", "CE", "perplexity", "bits per byte", "mean norm", "tokens per second"]
-    note = f"{record.depths.tokens:,} tokens of {record.text}; * as trained; one readout, {record.subject.device}"
+    note = f"{_count(record.depths.tokens)} tokens of {record.text}; * as trained; one readout, {record.subject.device}"
     return Table("variable_depth", "Variable depth", header, rows, note)
 
 
@@ -77,7 +77,7 @@ def _alpha_sweep(record: OuroRecord) -> Table | None:
         for loop in record.states.loops
         for name, ce in loop.sweep.items()
     ]
-    note = f"CE in nats, {record.states.tokens:,} tokens; the state is scaled before the norm. * as trained"
+    note = f"CE in nats, {_count(record.states.tokens)} tokens; the state is scaled before the norm. * as trained"
     return Table("alpha_sweep", "CE when the state is scaled by α", ["loop", "readout", *alphas], rows, note)
 
 
@@ -101,7 +101,7 @@ def _token_norms(record: OuroRecord) -> Table | None:
     rows = [
         [_loop(record, loop.k), _shown(loop.norm), *map(_shown, loop.norm_quantiles)] for loop in record.states.loops
     ]
-    note = f"‖h_k‖ of {record.states.tokens:,} tokens before any norm"
+    note = f"‖h_k‖ of {_count(record.states.tokens)} tokens before any norm"
     return Table("token_norms", "Norms of tokens", ["loop", "mean", *quantiles], rows, note)
 
 
@@ -112,13 +112,13 @@ def _exit_gate(record: OuroRecord) -> Table | None:
     header = ["loop", "mean λ", "mean p", "median p", *(f"leave at {q:g}" for q in EXIT_THRESHOLDS)]
     median = NORM_QUANTILES.index(0.5)
     rows = [
-        [str(loop.k), _shown(loop.leaving), _shown(loop.exit_probability), _shown(loop.exit_quantiles[median])]
-        + [_shown(each.shares[loop.k - 1]) for each in gate.thresholds]
+        [str(loop.k), _shown(loop.leaving), _shown(loop.exit_probability), _shown(_nth(loop.exit_quantiles, median))]
+        + [_shown(_nth(each.shares, loop.k - 1)) for each in gate.thresholds]
         for loop in gate.loops
     ]
     rows.append(["mean loops", "", _shown(gate.expected_loops), "", *(_shown(t.mean_loops) for t in gate.thresholds)])
     note = (
-        f"{gate.tokens:,} tokens. λ: probability of leaving at a loop once there; p: of leaving there at all, the last "
+        f"{_count(gate.tokens)} tokens. λ: probability of leaving at a loop once there; p: of leaving there at all, the last "
         "loop taking the rest; leave at q: share of tokens whose cumulative p first reaches q there"
     )
     return Table("exit_gate", "Exit gate", header, rows, note)
@@ -144,6 +144,15 @@ def _downstream(record: OuroRecord) -> Table | None:
 
 def _loop(record: OuroRecord, k: int) -> str:
     return f"{k}*" if k == record.subject.num_loops else str(k)
+
+
+def _nth(values: list[float | None], place: int) -> float | None:
+    """Of a file that may lack some."""
+    return values[place] if 0 <= place < len(values) else None
+
+
+def _count(number: int | None) -> str:
+    return MISSING if number is None else f"{number:,}"
 
 
 def _shown(value: float | None) -> str:

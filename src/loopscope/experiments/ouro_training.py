@@ -42,6 +42,7 @@ class TrainingRequest:
     seeds: Sequence[int]
     steps: int | None = None
     batch: int | None = None
+    accumulate: int = 1
     length: int | None = None
     lr: float | None = None
     data: tuple[str, ...] | None = None
@@ -64,6 +65,7 @@ class TrainingRequest:
             training,
             steps=self.steps or training.steps,
             batch=self.batch or training.batch,
+            accumulate=self.accumulate,
             lr=self.lr or training.lr,
             shard=self.shard,
             checkpoint_loops=self.checkpoint_loops,
