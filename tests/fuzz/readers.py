@@ -28,9 +28,12 @@ from loopscope.data.packing import pack
 from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
 from loopscope.experiments.claims import judge_all
 from loopscope.experiments.ledger import Ledger
+from loopscope.experiments.ouro_record import OuroRecord
+from loopscope.experiments.ouro_tables import ouro_tables
 from loopscope.experiments.results import read_results
 from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.tables import all_tables, depths_csv
+from loopscope.files import read_as
 from loopscope.inference.halting import RULES, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
@@ -361,6 +364,33 @@ def open_hf(folder: Path) -> list[int]:
         return list(opened.model.readout(trace.states[2], 2).shape)
 
 
+def make_ouro_record(folder: Path) -> None:
+    loop = {"k": 3, "sweep": {"norm": [1.0, 1.0], "none": [1.0, 9.0]}, "radial_share": {"norm": 1e-8, "none": 0.4}}
+    loop |= {"norm": 9.0, "norm_quantiles": [1.0] * 6}
+    gate = {"tokens": 8, "expected_loops": 2.0, "loops": [{"k": 1, "leaving": 0.5, "exit_quantiles": [0.5] * 6}]}
+    gate["thresholds"] = [{"threshold": 0.5, "mean_loops": 1.0, "shares": [1.0]}]
+    whole = {
+        "schema_version": 1,
+        "asked": {"depths": [1, 3], "data": ["x"], "tokenizer": "bytes", "sweep_tokens": 8},
+        "subject": {"name": "hf", "num_loops": 3, "width": 16, "dtype": "float32", "device": "cpu"},
+        "depths": {"tokens": 9, "bytes": 9, "depths": [{"k": 1, "ce": 2.0, "norm": 9.0}, {"k": 3, "ce": 1.5}]},
+        "throughput": [{"k": 1, "tokens_per_second": 10.0}],
+        "states": {"tokens": 8, "alphas": [0.1, 1.0], "loops": [loop]},
+        "gate": gate,
+        "tasks": [{"k": 1, "task": "t", "metric": "acc", "value": 0.5, "error": 0.1}],
+    }
+    (folder / "ouro.json").write_text(json.dumps(whole, indent=2))
+
+
+def ouro_record(folder: Path) -> tuple[str, list[str]]:
+    found = read_as(folder / "ouro.json", OuroRecord.from_json, {})
+    return ("", []) if found is None else (found.verdict, [table.markdown() for table in ouro_tables(found)])
+
+
+def a_verdict(found: tuple[str, list[str]], _: object) -> bool:
+    return found[0] in ("", "holds", "does not hold here", "not measured")
+
+
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +448,7 @@ def _readers() -> Iterable[Reader]:
     for file in ("manifest.json", "tokens-00000.bin", "token-bytes.bin", "byte-exceptions.bin"):
         yield Reader("packed tokens", f"cache/tokens/packed/{file}", make_tokens, tokens, equal)
     yield Reader("memory", "memory.json", make_memory, memory, lambda found, whole: found == 0)
+    yield Reader("checks of Ouro", "ouro.json", make_ouro_record, ouro_record, a_verdict)
     yield Reader("halting policy", "policy.json", make_policy, policy, is_a_policy)
     for file in ("config.json", "model.safetensors"):
         yield Reader("Hugging Face folder", f"hf/{file}", make_ouro, open_hf, anything)

@@ -26,6 +26,7 @@ from loopscope.cli.env import Env
 from loopscope.cli.eval import Eval
 from loopscope.cli.flags import check_known, entry, help_text, sections_of
 from loopscope.cli.generate import Generate
+from loopscope.cli.ouro import ReproduceOuro, ReproduceOuroTrain
 from loopscope.cli.plan import Plan
 from loopscope.cli.quickstart import Quickstart
 from loopscope.cli.remedy import Remedy
@@ -81,6 +82,12 @@ VERBS: dict[str, type[Any]] = {
     "report": Report,
     "env": Env,
 }
+COMMANDS: dict[str, type[Any]] = {
+    **VERBS,
+    "reproduce ouro": ReproduceOuro,
+    "reproduce ouro-train": ReproduceOuroTrain,
+}
+"""The verbs, and commands of two words."""
 START_HERE = {
     "train": (
         *(
@@ -178,11 +185,17 @@ def parse(argv: Sequence[str]) -> Verb:
         kind = "flag" if name.startswith("-") else "command"
         known = ("--help", "--version") if kind == "flag" else VERBS
         raise ConfigError(f"unknown {kind} {name!r}; {suggest(name, known)}; see loopscope --help")
+    seconds = [command.split()[1] for command in COMMANDS if command.startswith(f"{name} ")]
+    if seconds and arguments and not arguments[0].startswith("-"):
+        second, *arguments = arguments
+        if second not in seconds:
+            raise ConfigError(f"unknown command 'loopscope {name} {second}'; {suggest(second, seconds)}")
+        name = f"{name} {second}"
     return _parse_verb(name, arguments)
 
 
 def _parse_verb(name: str, arguments: list[str]) -> Verb:
-    verb, command = VERBS[name], f"loopscope {name}"
+    verb, command = COMMANDS[name], f"loopscope {name}"
     for before, now in RENAMED.get(name, {}).items():
         if before in (argument.partition("=")[0] for argument in arguments):
             raise ConfigError(f"{before} is called {now} now; see {command} --help")

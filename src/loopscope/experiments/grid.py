@@ -26,7 +26,6 @@ from loopscope.experiments.conditions import (
     PAPER_EPOCHS,
     PAPER_SIZES,
     Recipe,
-    Size,
     apply_recipe,
     differences,
 )
@@ -46,7 +45,7 @@ OTHER_OUT = "choose another --out"
 class Request:
     """What a user asks for."""
 
-    size: Size = "nano"
+    size: str = "nano"
     recipe: Recipe = "paper"
     seeds: Mapping[str, tuple[int, ...]]
     """The seeds of each condition."""

@@ -5,6 +5,7 @@
 SPEC is a `RowSpec` as JSON, WAIT the seconds to wait for the row's lock. Each stage that is done is skipped, so the
 same command resumes after a crash. Exit codes: 0 finished, 65 failed in a way that a retry would repeat, 75 another
 process has the row, 130 interrupted (and saved), anything else a crash. Torch is imported once the row is ours.
+Under torchrun the first process does all this, and the others only train with it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def main(folder: str, spec_json: str, wait: str) -> int:
     limit_cpu_isa()
     signal.signal(signal.SIGTERM, _interrupt)
     spec, run = RowSpec.from_json(spec_json), RunFolder(Path(folder))
+    if os.environ.get("RANK", "0") != "0":
+        return _train_along(spec, run)
     try:
         with run.locked(wait=float(wait)):  # a process that is just saving and leaving this row gets the time to do so
             return _run_noting(spec, run)
@@ -95,6 +98,18 @@ def _run_noting(spec: RowSpec, run: RunFolder) -> int:
         return EXIT_GIVEN_UP
     write_record(run.path, replace(read_record(run.path), stage=None, state="finished"))
     return EXIT_OK
+
+
+def _train_along(spec: RowSpec, run: RunFolder) -> int:
+    """What every process but the first does."""
+    if is_complete(run.path, spec):
+        return EXIT_OK
+    try:
+        return EXIT_INTERRUPTED if train_row(spec, run).outcome == "interrupted" else EXIT_OK
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except LoopscopeError:  # the first one meets it too, and says so
+        return EXIT_GIVEN_UP
 
 
 class GuardStopError(LoopscopeError):
@@ -140,6 +155,8 @@ def train_row(spec: RowSpec, run: RunFolder) -> TrainingResult:
 
     setup = set_up(spec.config.training)
     with join(setup.device) as ranks:
+        if not ranks.is_first:
+            return train_in(run, spec.config, setup, ranks)
         return train_in(run, spec.config, setup, ranks, say=say, watching=_logging)
 
 

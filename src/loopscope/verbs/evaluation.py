@@ -228,19 +228,28 @@ def score_tokens(
         return replace(scores, answers=score_answers(model, moved, num_loops))
 
 
-def throughput(model: LoopedModel, vocab_size: int, length: int) -> dict[int, float]:
+def throughput(
+    model: LoopedModel,
+    vocab_size: int,
+    length: int,
+    depths: Sequence[int] | None = None,
+    *,
+    batch: int = BATCH,
+    progress: OnProgress = lambda what, share: None,
+) -> dict[int, float]:
     """Tokens per second of running k loops and reading out once: median of rounds in which all depths take turns."""
     device = set_up().device
-    ids_BT = torch.randint(vocab_size, (BATCH, length), device=device)
-    seconds: dict[int, list[float]] = {k: [] for k in range(1, model.num_loops + 1)}
+    ids_BT = torch.randint(vocab_size, (batch, length), device=device)
+    seconds: dict[int, list[float]] = {k: [] for k in depths or range(1, model.num_loops + 1)}
     with torch.no_grad():
-        for _ in range(1 + TIMED_ROUNDS):  # the first warms up
+        for number in range(1 + TIMED_ROUNDS):  # the first warms up
             for k, times in seconds.items():
                 started = time.perf_counter()
                 model.readout(run_loops(model, ids_BT, num_loops=k).states[k], k)
                 if device == "cuda":
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)
+            progress(f"round {number} of {TIMED_ROUNDS}", (number + 1) / (1 + TIMED_ROUNDS))
     return {k: ids_BT.numel() / statistics.median(times[1:]) for k, times in seconds.items()}
 
 
