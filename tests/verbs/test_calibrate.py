@@ -67,6 +67,8 @@ def test_a_token_that_needs_s_steps_leaves_after_s_plus_one_loops():
     assert set(certificate.exits) == {2, 3, 4, 5, 6, 7}
     mean = sum((steps + 1) * count for steps, count in table.items()) / sum(table.values())
     assert certificate.mean_loops == pytest.approx(mean, abs=0.25)  # the test units are a part of all
+    assert len(certificate.unit_loops) == found.units["test"]
+    assert np.mean(certificate.unit_loops) == pytest.approx(certificate.mean_loops, abs=1e-2)
     assert found.saved_beyond_fixed(certificate) == pytest.approx(6 - certificate.mean_loops)
     assert certificate.verified == found.fixed.verified == 20
 

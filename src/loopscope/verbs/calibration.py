@@ -81,6 +81,8 @@ class Losses:
     """ΔCE of each unit, nats a token; not clipped."""
     exits: Counter[int]
     """Tokens by the loop they left at."""
+    loops_N: np.ndarray
+    """Loops a token of each unit."""
 
     @property
     def mean_loops(self) -> float:
@@ -105,6 +107,8 @@ class Certificate:
     """Calibration units whose loss was clipped from above: the promise is then about the clipped loss."""
     exits: dict[int, float] = field(default_factory=dict)
     """Share of the test tokens that left at each loop."""
+    unit_loops: tuple[float, ...] = ()
+    """Loops a token of each test unit: what an interval of `mean_loops` is made from."""
     verified: int | None = None
     """Of so many recalibrations, how many held."""
 
@@ -144,7 +148,7 @@ class Calibration:
 def calibrate(
     target: str | Path | Opened,
     *,
-    rules: Sequence[str] = ("margin",),
+    rules: Sequence[str | Rule] = ("margin",),
     max_ppl_increase: float = 0.01,
     confidence: float = 0.95,
     data: Sequence[str] | None = None,
@@ -157,7 +161,7 @@ def calibrate(
 ) -> Calibration:
     """The furthest threshold of each rule that costs at most `max_ppl_increase` with this confidence.
 
-    Several rules share δ equally, so that the best of them may be chosen. `verify` recalibrates so often on blocks
+    A rule is named, or one of your own, fitted on other text than this. Several rules share δ equally, so that the best of them may be chosen. `verify` recalibrates so often on blocks
     drawn again from calibration and test, and counts how often the promise held.
     """
     if not 0 < max_ppl_increase < math.inf:
@@ -169,7 +173,7 @@ def calibrate(
     opened = with_tokenizer(open_target(target), tokenizer)
     model = Cached.needed(opened.model, "halting on known text")
     names = all_rules(opened) if "all" in rules else list(dict.fromkeys(rules))
-    made = [rule_of(name) for name in names]
+    made = [rule if isinstance(rule, Rule) else rule_of(rule) for rule in names]
     splits = dealt(_units(opened, data, max_units, say), seed)
     bound, delta = math.log1p(max_ppl_increase), (1 - confidence) / len(made)
     session = _Session(model, opened.model.num_loops, splits, bound, verify, seed)
@@ -235,6 +239,7 @@ class _Session:
             ppl_increase=math.expm1(float(test.delta_N.mean())),
             clipped_above=int((losses[last].delta_N > CLIP * self.bound).sum()),
             exits={k: count / test.exits.total() for k, count in sorted(test.exits.items())},
+            unit_loops=tuple(test.loops_N.tolist()),
             verified=self._verified(rule, thresholds, losses, delta) if self.verify else None,
         )
 
@@ -248,24 +253,25 @@ class _Session:
         return [math.inf, *torch.quantile(found, shares).unique().flip(0).tolist()]
 
     def _losses(self, split: str, halting: Halting) -> Losses:
-        ce_N, exits = self._ce(self.splits[split], halting)
-        return Losses(ce_N - self._full[split], exits)
+        ce_N, exits, loops_N = self._ce(self.splits[split], halting)
+        return Losses(ce_N - self._full[split], exits, loops_N)
 
-    def _ce(self, units: Sequence[Unit], halting: Halting) -> tuple[np.ndarray, Counter[int]]:
-        """Mean cross-entropy of each unit, and where its tokens left."""
+    def _ce(self, units: Sequence[Unit], halting: Halting) -> tuple[np.ndarray, Counter[int], np.ndarray]:
+        """Mean cross-entropy of each unit, where tokens left, and the mean loops of each unit."""
         device, exits = device_of(self.model), Counter[int]()
         at_once = max(1, ROWS // len(units[0].ids_BT))
-        ces = []
+        ces, loops = [], []
         for first in range(0, len(units), at_once):
             some = units[first : first + at_once]
             ids_BT = torch.cat([unit.ids_BT for unit in some]).to(device)
             targets_BT = torch.cat([unit.targets_BT for unit in some]).to(device)
             halted = halt_on_text(self.model, ids_BT, targets_BT, halting, num_loops=self.num_loops)
             counted_BT = targets_BT != IGNORE_INDEX
-            totals_N = (halted.ce_BT.double() * counted_BT).view(len(some), -1).sum(1)
-            ces += (totals_N / counted_BT.view(len(some), -1).sum(1)).tolist()
+            counts_N = counted_BT.view(len(some), -1).sum(1)
+            ces += ((halted.ce_BT.double() * counted_BT).view(len(some), -1).sum(1) / counts_N).tolist()
+            loops += ((halted.exits_BT.double() * counted_BT).view(len(some), -1).sum(1) / counts_N).tolist()
             exits.update(halted.exits_BT[counted_BT].tolist())
-        return np.array(ces), exits
+        return np.array(ces), exits, np.array(loops)
 
     def _verified(self, rule: Rule, thresholds: Sequence[float], losses: Sequence[Losses], delta: float) -> int:
         """How often a calibration on blocks drawn again, with replacement, from calibration and test keeps its promise
