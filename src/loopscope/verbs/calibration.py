@@ -161,8 +161,9 @@ def calibrate(
 ) -> Calibration:
     """The furthest threshold of each rule that costs at most `max_ppl_increase` with this confidence.
 
-    A rule is named, or one of your own, fitted on other text than this. Several rules share δ equally, so that the best of them may be chosen. `verify` recalibrates so often on blocks
-    drawn again from calibration and test, and counts how often the promise held.
+    A rule is named, or one of your own that was fitted on other text than this. Several rules share δ equally, so that
+    the best of them may be chosen. `verify` recalibrates so often on blocks drawn again from calibration and test, and
+    counts how often the promise held.
     """
     if not 0 < max_ppl_increase < math.inf:
         raise ConfigError.of("max_ppl_increase", max_ppl_increase, "must be above 0, as 0.01 for 1 %")
