@@ -180,8 +180,8 @@ CLAIMS = (
     Claim(
         "C10",
         "Calibrated halting adapts in scale-controlled models; through RMSNorm it finds K-invariance",
-        "margin rule, at most 1 % more PPL with 95 % confidence: the smallest fixed depth that is certified at the same "
-        "bound − mean loops of the rule, on test units of the validation text",
+        "margin rule, at most 1 % more PPL with 95 % confidence: the smallest fixed depth that is certified at the "
+        "same bound − mean loops of the rule, on test units of the validation text",
         "every seed: below 0.05 loops for RMSNorm; at least 0.1 for one of raw, final-only and penalty, its 95 % "
         "interval over units above 0",
         (PaperValue("mean loops: RMSNorm 1.00, raw 2.16, final-only 1.78, penalty 2.60; no fixed depth beside", "R"),),

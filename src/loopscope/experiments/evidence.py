@@ -383,14 +383,14 @@ def c10(view: View) -> list[Quantity]:
     invariant = view.each(RMSNORM, loops_saved)
     best: dict[int, Run] = {}
     open_seeds: dict[int, list[str]] = {}
-    for seed in sorted({row.seed for name in (RMSNORM, *CONTROLLED) for row in view.of(name).values() if row.seed}):
+    for seed in sorted({seed for name in (RMSNORM, *CONTROLLED) for seed in view.of(name)}):
         rows = {name: row for name in CONTROLLED if (row := view.of(name).get(seed)) and loops_saved(row) is not None}
         chosen = max(rows.values(), key=lambda row: (is_adaptive(row), loops_saved(row) or 0.0), default=None)
         if chosen is not None and (is_adaptive(chosen) or len(rows) == len(CONTROLLED)):
             best[seed] = chosen
         else:  # one that was not measured may be the one that adapts
             open_seeds[seed] = [name for name in CONTROLLED if name not in rows]
-    most = {seed: saved for seed, row in best.items() if (saved := loops_saved(row)) is not None}
+    most = {seed: loops for seed, row in best.items() if (loops := loops_saved(row)) is not None}
     low = {seed: interval[0] for seed, row in best.items() if (interval := saved_interval(row)) is not None}
     saved = "loops saved beyond the smallest certified fixed depth"
     quantities = [
@@ -406,11 +406,11 @@ def c10(view: View) -> list[Quantity]:
             for seed, names in open_seeds.items()
         ]
     each = [Quantity(f"{saved}, {name}", "loops", view.each(name, loops_saved)) for name in CONTROLLED]
-    loops = [
+    means = [
         Quantity(f"mean loops, {name}", "loops", view.each(name, mean_loops), told=True)
         for name in (RMSNORM, *CONTROLLED)
     ]
-    return quantities + each + loops
+    return quantities + each + means
 
 
 def mean_loops(row: Run, split: str | None = None) -> float | None:
