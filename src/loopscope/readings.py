@@ -29,6 +29,8 @@ CLEAR = 10.0
 """Ratio of norms from which a contrast speaks for itself: the rule of claim C1."""
 LINEAR_BELOW = 0.1
 """Nats: exit failures are drawn and compared on an axis that is about linear below this (Figure 1 of the paper)."""
+SATURATED_LOGIT = math.log(999)
+"""|logit| from which a probability is within 0.001 of 0 or 1, and the gradient of a loss a 250th of that at 1/2."""
 GUARDED = ("skip", "rolled-back")
 """Events by which a guard changes a run."""
 CLAMPS_BEFORE_THE_FIELD = ("radial clamp: growth removed", "radial clamp: frozen at loop 1")

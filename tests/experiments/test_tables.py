@@ -196,7 +196,7 @@ def test_everything_is_rebuilt_to_the_same_bytes(grid):
     figures = {name for name in first if name.endswith(".svg")}
     assert figures == {
         "figure1_exit_plane.svg", "figure2_visibility_activity.svg", "figure3_thirty_loops.svg", "figure4_frontier.svg",
-        "alpha_sweep.svg",
+        "alpha_sweep.svg", "gates.svg",
     }  # fmt: skip
     assert {name.replace(".svg", ".pdf") for name in figures} <= first.keys()
     assert all(f"{name}.{ending}" in first for name in tables(grid) for ending in ("md", "csv", "tex"))
@@ -215,6 +215,10 @@ def test_figures_change_with_their_numbers(grid):
         audit["alpha_sweep"]["loops"][0]["ce"][0] += 1
 
     write_row(grid, "per-loop+raw", 42, change=change)
+    path = grid / "rows" / "per-loop+raw-s42" / "halting.json"
+    halting = json.loads(path.read_text())
+    halting["gates"][0]["loops"][1]["logit"] = 900.0
+    path.write_text(json.dumps(halting))
     publish(grid, print)
     assert [name for name in names if (grid / "figures" / name).read_bytes() == before[name]] == []
 
@@ -238,7 +242,7 @@ def test_figures_that_have_no_numbers_are_not_drawn(grid):
     for path in grid.glob("rows/*/audit.json"):
         path.unlink()
     publish(grid, print)  # and those of before are gone
-    assert {path.stem for path in (grid / "figures").iterdir()} == {"figure1_exit_plane", "figure4_frontier"}
+    assert {path.stem for path in (grid / "figures").iterdir()} == {"figure1_exit_plane", "figure4_frontier", "gates"}
 
 
 def test_without_matplotlib_everything_else_is_made_and_a_sentence_says_what_is_missing(grid, monkeypatch):

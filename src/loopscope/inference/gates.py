@@ -12,7 +12,6 @@ Shape legend: K loops, N tokens, D width, B rows, T tokens of a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -23,14 +22,13 @@ from torch.nn import functional as F
 
 from loopscope.inference.halting import Look, Rule
 from loopscope.protocol import LoopedModel, run_loops
+from loopscope.readings import SATURATED_LOGIT
 
 Reads = Literal["h", "norm(h)"]
 READS: tuple[Reads, ...] = get_args(Reads)
 STEPS, BATCH, LR = 500, 512, 1e-3
 """Of Adam, for every gate alike: a gate that is trained beside a model gets the model's learning rate, not one that was
 chosen for the length of its input."""
-SATURATED = math.log(999)
-"""|logit| from which p is within 0.001 of 0 or 1, and a loss's gradient is a 250th of what it is at p = 1/2."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +73,7 @@ class Saturation:
     logit: float
     """Mean |logit|."""
     saturated: float
-    """Share of tokens with |logit| ≥ `SATURATED`."""
+    """Share of tokens with |logit| ≥ `SATURATED_LOGIT`."""
 
 
 def inputs(h: Tensor, reads: Reads) -> Tensor:
@@ -126,6 +124,6 @@ def saturation(gate: LinearGate, found: Examples) -> list[Saturation]:
     told = []
     for k, h_ND in enumerate(found.h_KND, start=1):
         size_N = gate.logits(h_ND).abs()
-        share = (size_N >= SATURATED).float().mean()
+        share = (size_N >= SATURATED_LOGIT).float().mean()
         told.append(Saturation(k, float(h_ND.norm(dim=-1).mean()), float(size_N.mean()), float(share)))
     return told
