@@ -596,7 +596,7 @@ def test_every_chart_has_a_sentence_and_a_table_with_the_numbers_it_draws(reprod
     assert all(
         chart["role"] == "img" and "The numbers are in the table below" in str(chart["aria-label"]) for chart in charts
     )
-    assert page.count('class="look"') == 10 == page.count("The same as a table")
+    assert page.count('class="look"') == 11 == page.count("The same as a table")
     for name, chart in data_of(page)["charts"].items():
         section = page.split(f'data-chart="{name}"')[1].split("</figure>")[0]
         for trace in chart["traces"]:

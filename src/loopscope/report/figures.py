@@ -258,19 +258,20 @@ def speed(groups: Sequence[Group]) -> Chart:
 
 
 def gates(groups: Sequence[Group]) -> Chart:
-    """How large the logits of a linear exit gate on h get where the state is long, and what halting saves."""
+    """How large the logits of a linear exit gate get where the state is long, and what halting saves."""
     lines, rows = [], []
-    for group, run in each_run(groups):
-        if run.halting is None or run.halting.mean_loops is None:
-            continue
-        by_reads = {gate.reads: gate for gate in run.halting.gates}
-        for reads, gate in by_reads.items():
+    calibrated = [(group, run, run.halting) for group, run in each_run(groups) if run.halting]
+    deepest = max((len(gate.loops) for _, _, found in calibrated for gate in found.gates), default=0)
+    for group, run, found in calibrated:
+        told = (found.mean_loops, found.fixed_depth, found.saved, *[None] * deepest)
+        rows.append([" · ".join((group.label, run.name, f"rule {found.rule}")), *map(plain, told)])
+        for gate in found.gates:
             points = [(loop.norm, loop.logit) for loop in gate.loops if loop.norm]
-            lines.append(Line(group, run, [x for x, _ in points], [y for _, y in points], f"gate on {reads}"))
-        saved = [by_reads[reads].saved if reads in by_reads else None for reads in ("h", "norm(h)")]
-        cells = (run.halting.mean_loops, run.halting.fixed_depth, run.halting.saved, *saved)
-        rows.append([" · ".join((group.label, run.name)), *map(plain, cells)])
-    x, y = Axis("norm ‖h_k‖ of the state the gate reads", "log"), Axis("mean |logit| of the gate", "log", shows=(1.0,))
+            lines.append(Line(group, run, [x for x, _ in points], [y for _, y in points], f"gate on {gate.reads}"))
+            logits = [*(loop.logit for loop in gate.loops), *[None] * (deepest - len(gate.loops))]
+            rows.append([lines[-1].label, *map(plain, (gate.mean_loops, gate.fixed_depth, gate.saved, *logits))])
+    x, y = Axis("norm ‖h_k‖ of the state", "log"), Axis("mean |logit| of the gate", "log", shows=(1.0,))
+    header = ["run", "loops", "fixed depth", "saved beyond it", *(f"|logit|, loop {k + 1}" for k in range(deepest))]
     return Chart(
         name="gates",
         title="Exit gates: how sure they are where the state is long",
@@ -279,7 +280,7 @@ def gates(groups: Sequence[Group]) -> Chart:
         "the smallest fixed depth at the same bound.",
         traces=line_traces(lines, x, y),
         layout=layout(x, y, lines, *([level(y, SATURATED_LOGIT, "saturated")] if lines else [])),
-        table=Table(["run", "loops", "fixed depth", "saved by the rule", "by a gate on h", "on norm(h)"], rows),
+        table=Table(header, rows),
         missing=NEEDS_HALTING,
     )
 
