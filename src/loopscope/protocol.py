@@ -209,6 +209,19 @@ class MixedDepths(Cached):
         """As in `LoopedModel`, with one loop for all rows or one for each."""
 
 
+class ProjectedKeys(Cached):
+    """Makes keys and values of a state without running a loop on it: what a token that has left may go on showing."""
+
+    what = "key and value maps that a state can be put through alone"
+
+    @abstractmethod
+    def project(self, state: LoopState, loops: Sequence[int], cache: Cache) -> None:
+        """Give `cache.extend` what the maps of every core layer make of this state as it enters each of these loops.
+
+        Nothing is attended to and the state does not advance: layers see the state itself, not one another's output.
+        """
+
+
 class ExitGate(Capability):
     """A learned probability of leaving at each loop."""
 

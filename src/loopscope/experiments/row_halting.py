@@ -75,7 +75,7 @@ def _calibrated(opened: Opened, rules: Sequence[str | Rule], say: Say) -> Calibr
         confidence=CONFIDENCE,
         max_units=UNITS,
         say=say,
-        progress=lambda what, share: say(f"calibrated {what}"),
+        progress=lambda what, share: say(f"calibrating: {what}"),
     )
 
 
@@ -86,16 +86,16 @@ def _gates(opened: Opened, say: Say) -> list[Gate]:
     unseen = examples(model, _text(opened, SPLIT, GATE_TOKENS // 2, say), loops=2 * depth)
     made = [fit_gate(seen, reads) for reads in READS]
     say("trained gates on h and on norm(h)")
-    found = _calibrated(opened, made, say)
     gates = []
-    for gate, certificate in zip(made, found.certificates, strict=True):
+    for gate in made:
+        found = _calibrated(opened, [gate], say)
         loss, constant = gate_loss(gate, unseen)
         gates.append(
             Gate(
                 reads=gate.reads,
                 loss=loss,
                 constant_loss=constant,
-                mean_loops=certificate.mean_loops,
+                mean_loops=found.certificates[0].mean_loops,
                 fixed_depth=found.fixed.threshold,
                 loops=[GatedLoop(**asdict(each)) for each in saturation(gate, unseen)],
             )

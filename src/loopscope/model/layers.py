@@ -162,6 +162,22 @@ class Attention(nn.Module):
             attended_BTHC = gate.sigmoid() * attended_BTHC
         return norm_linear(attended_BTHC.reshape(batch, tokens, -1), inner, self.out)
 
+    def keys_and_values(
+        self, x_BTD: Tensor, norm: nn.Module | None, rotary: Rotation | None, more_values_BTGC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of norm(x), as `forward` gives them to a cache, without queries or attention."""
+        rows = 2 * self.kv_heads * self.head_width  # the last ones of the fused projection
+        both = F.linear(x_BTD if norm is None else norm(x_BTD), self.qkv.weight[-rows:])
+        k, v = both.unflatten(-1, (-1, self.head_width)).chunk(2, 2)
+        if more_values_BTGC is not None:
+            v = v + more_values_BTGC
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if self.qk_bias is not None:
+            k = k + self.qk_bias[self.num_heads :, None]
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return (k if rotary is None else rotate(k, rotary, interleaved=self.interleaved)), v
+
 
 def _head_norm(config: ModelConfig) -> nn.Module | None:
     """The norm of a query or key, per head."""
@@ -402,10 +418,7 @@ class Layer(nn.Module):
     def forward(
         self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot, ids_BT: Tensor | None = None
     ) -> Tensor:
-        norms, more_values_BTGC = self.attention_norms, None
-        if self.value_embedding is not None:
-            assert ids_BT is not None
-            more_values_BTGC = self.value_embedding(x_BTD if norms.norm is None else norms.norm(x_BTD), ids_BT)
+        norms, more_values_BTGC = self.attention_norms, self._more_values(x_BTD, ids_BT)
         branch_BTD = self.attention(x_BTD, norms.norm, rotary, cache, slot, norms.inner, more_values_BTGC)
         if self.training:
             branch_BTD = self.dropout(branch_BTD)
@@ -415,6 +428,20 @@ class Layer(nn.Module):
         if self.training:
             branch_BTD = self.dropout(branch_BTD)
         return norms.after(x_BTD, branch_BTD)
+
+    def keys_and_values(
+        self, x_BTD: Tensor, rotary: Rotation | None, ids_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What attention would show of x."""
+        norm = self.attention_norms.norm
+        return self.attention.keys_and_values(x_BTD, norm, rotary, self._more_values(x_BTD, ids_BT))
+
+    def _more_values(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor | None:
+        if self.value_embedding is None:
+            return None
+        assert ids_BT is not None
+        norm = self.attention_norms.norm
+        return self.value_embedding(x_BTD if norm is None else norm(x_BTD), ids_BT)
 
     def initialise(self, config: ModelConfig) -> None:
         """The placement's word on the matrices of both branches, once all of the model's are drawn."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,14 @@ from loopscope.protocol import (
     LoopState,
     LoopTrace,
     MixedDepths,
+    ProjectedKeys,
     Scheduled,
     SharedCore,
     run_loops,
 )
 
 
-class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, SharedCore, Scheduled):
+class LoopedLM(nn.Module, LinearReadout, MixedDepths, ProjectedKeys, DeclaredVisibility, SharedCore, Scheduled):
     """A LoopedModel (see `protocol`) built from a `ModelConfig`; with an exit gate it is a `GatedLoopedLM`."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -102,6 +104,10 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
     def loop(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         """h_{k-1} → h_k; see `recurrence`."""
         return self.recurrence(state, k, cache)
+
+    def project(self, state: LoopState, loops: Sequence[int], cache: Cache) -> None:
+        """Keys and values of a state that no loop runs on any more; see `recurrence`."""
+        self.recurrence.project(state, loops, cache)
 
     def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
         """What the head multiplies at loop k: readout(coda(C·norm(h_k))), norm and C where there are any."""

@@ -18,7 +18,7 @@ Shape legend: B batch, T tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +119,25 @@ class Recurrence(nn.Module):
         # The core must not depend on k, so that one compiled graph serves all loops; only cache slots need it.
         h_BTD = self.core(h_BTD, context.rotary, cache, k if cache is not None else 0, ids_BT=context.ids_BT)
         return state.with_h(h_BTD)
+
+    def project(self, state: LoopState, loops: Sequence[int], cache: Cache) -> None:
+        """Keys and values that every core layer makes of the state as it enters each of these loops, into the cache.
+
+        What opens a loop is the same for all loops beyond the first unless there is a loop embedding: then one
+        projection serves them all.
+        """
+        context: Context = state.context
+        opened: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for k in loops:
+            like = k if self.loop_embedding is not None else min(k, 2)
+            if like not in opened:
+                h_BTD = self.open(state.h_BTD, context.input_BTD, k)
+                opened[like] = [
+                    layer.keys_and_values(h_BTD, context.rotary, context.ids_BT)  # type: ignore[operator]
+                    for layer in self.core.layers
+                ]
+            for index, (k_BHTC, v_BHTC) in enumerate(opened[like]):
+                cache.extend((self.core.part, k, index), k_BHTC, v_BHTC)
 
     def open(self, h_BTD: Tensor, e_BTD: Tensor, k: Loop) -> Tensor:
         """Everything that happens to the carried state before the core."""
