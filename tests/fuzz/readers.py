@@ -207,7 +207,7 @@ def ledger(folder: Path) -> Any:
     (folder / "rows").mkdir(exist_ok=True)
     (folder / "run").rename(folder / "rows" / ROW)
     config = Config(model=MODEL, training=TrainingConfig(steps=3))
-    spec = RowSpec(condition="per-loop+rmsnorm", recipe="paper", seed=42, config=config)
+    spec = RowSpec(condition="per-loop+rmsnorm", recipe="paper", seed=42, config=config, audit=False, halting=True)
     book = Ledger(folder)
     return book.status(spec), book.last_words(spec)
 
@@ -432,15 +432,16 @@ def _readers() -> Iterable[Reader]:
         yield Reader("resume, forged", f"run/{STEP}/{file}", make_run, resume, same_form, correct_sums)
     for file in (f"{STEP}/state.json", shard_of()):
         yield Reader("resume of shards, forged", f"run/{file}", make_sharded, resume, same_form, correct_sums)
-    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "eval.json", "audit.json", "row.json"):
+    results = ("eval.json", "audit.json", "halting.json")
+    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "row.json", *results):
         yield Reader("page", f"run/{file}", make_run, page, is_a_page)
     yield Reader("metrics", "run/metrics.jsonl", make_run, metrics, metrics_kept)
-    for file in ("metrics.jsonl", "row.json", "eval.json", "audit.json", "log.txt"):
+    for file in ("metrics.jsonl", "row.json", "log.txt", *results):
         yield Reader("ledger", f"run/{file}", make_run, ledger, a_state)
     yield Reader("data of a run", "run/manifest.json", make_run, data_record, anything)
     for file in ("grid.json", "claims.json"):
         yield Reader("page of a grid", f"grid/{file}", make_grid, grid_page, is_a_page)
-    for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "eval", "audit", "manifest"))):
+    for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "eval", "audit", "halting", "manifest"))):
         yield Reader("claims and tables", f"grid/{file}", make_grid, results, tables_of_text)
     yield Reader("claims and tables", f"grid/rows/{ROW}/config.yaml", make_grid, results, tables_of_text)
     for file in ("a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.zst", "a.parquet"):

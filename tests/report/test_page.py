@@ -592,11 +592,11 @@ def test_what_was_fixed_and_what_varied_comes_from_the_resolved_configurations(r
 def test_every_chart_has_a_sentence_and_a_table_with_the_numbers_it_draws(reproduction_page):
     page = reproduction_page
     charts = [attributes for tag, attributes in Elements(page).found if "data-chart" in attributes]
-    assert len(charts) == 10
+    assert len(charts) == 11
     assert all(
         chart["role"] == "img" and "The numbers are in the table below" in str(chart["aria-label"]) for chart in charts
     )
-    assert page.count('class="look"') == 10 == page.count("The same as a table")
+    assert page.count('class="look"') == 11 == page.count("The same as a table")
     for name, chart in data_of(page)["charts"].items():
         section = page.split(f'data-chart="{name}"')[1].split("</figure>")[0]
         for trace in chart["traces"]:

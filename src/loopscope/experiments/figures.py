@@ -1,4 +1,4 @@
-"""Figures of arXiv 2606.24898 from the files of a grid (1–4, the α-sweep) and of ouro.json (5–7), as SVG and PDF.
+"""Figures of arXiv 2606.24898 from the files of a grid (1–4, α-sweep, gates) and of ouro.json (5–7), as SVG and PDF.
 
 The same files give the same bytes: no dates, fixed identifiers. No torch here.
 """
@@ -22,7 +22,17 @@ from loopscope.experiments.conditions import CONDITIONS
 from loopscope.experiments.evidence import ROLLOUT, symlog, unsymlog
 from loopscope.experiments.ouro_record import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord
 from loopscope.experiments.results import Results, View, mean
-from loopscope.readings import AuditedLoop, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
+from loopscope.readings import (
+    SATURATED_LOGIT,
+    AuditedLoop,
+    Gate,
+    Measure,
+    Run,
+    alpha_changes,
+    exit_failure,
+    final_norm,
+    perplexity_at,
+)
 from loopscope.runs import file_written_whole
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
@@ -272,6 +282,56 @@ def _curve(view: View, name: str) -> tuple[list[float], list[float]]:
     return alphas, [mean(changes[alpha] for changes in same) for alpha in alphas]
 
 
+# --- gates -----------------------------------------------------------------------------------------------------------
+
+GATE_LINES = {"h": "-", "norm(h)": ":"}
+
+
+def gates(view: View) -> Figure | None:
+    """The same gate on h (solid) and on norm(h) (dotted): how large its logits get where the state is long, and what it
+    saves at the same bound."""
+    names = [name for name in view.conditions() if any(_gates(view, name, reads) for reads in GATE_LINES)]
+    if not names:
+        return None
+    figure, (size, saving) = _figure(2, width=10.5, height=3.9)
+    for place, name in enumerate(names):
+        colour, marker = STYLES[name]
+        for reads, dashes in GATE_LINES.items():
+            found = _gates(view, name, reads)
+            loops = [loop for gate in found for loop in gate.loops if loop.k and loop.norm and loop.logit is not None]
+            ks = sorted({loop.k for loop in loops if loop.k})
+            norms = [mean(loop.norm for loop in loops if loop.k == k and loop.norm) for k in ks]
+            logits = [mean(loop.logit for loop in loops if loop.k == k and loop.logit is not None) for k in ks]
+            look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linestyle": dashes}
+            label = _label(view, name) if reads == "h" else None
+            size.plot(norms, logits, linewidth=1.2, label=label, **look)
+            saved = [value for gate in found if (value := gate.saved) is not None]
+            if saved:
+                at = place + (-0.2 if reads == "h" else 0.2)
+                fill = colour if reads == "h" else "none"
+                saving.bar(at, mean(saved), 0.38, facecolor=fill, edgecolor=colour, linestyle=dashes)
+    size.set_xscale("log")
+    size.set_yscale("log")
+    size.axhline(SATURATED_LOGIT, color="0.5", linewidth=0.8)
+    for axis in (size.xaxis, size.yaxis):
+        _plain(axis)
+    size.set_xlabel("norm ‖h_k‖, loops 1 … 2K")
+    size.set_ylabel("mean |logit| of the gate")
+    size.set_title("a gate on h (solid) and on norm(h) (dotted)")
+    saving.axhline(0, color="0.5", linewidth=0.8)
+    saving.set_xticks([])
+    saving.set_ylabel("loops saved beyond the fixed depth")
+    saving.set_title("saved at the same bound: on h (full), norm(h) (open)")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def _gates(view: View, name: str, reads: str) -> list[Gate]:
+    """The gates of a condition's rows that read this."""
+    found = [gate for row in view.of(name).values() if row.halting for gate in row.halting.gates]
+    return [gate for gate in found if gate.reads == reads]
+
+
 def _label(view: View, name: str) -> str:
     return f"{CONDITIONS[name].title} (n={len(view.of(name))})"
 
@@ -282,6 +342,7 @@ FIGURES: dict[str, Draw] = {
     "figure3_thirty_loops": thirty_loops,
     "figure4_frontier": frontier,
     "alpha_sweep": alpha_sweep,
+    "gates": gates,
 }
 
 

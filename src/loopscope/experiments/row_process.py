@@ -1,4 +1,4 @@
-"""One row of a grid, as a process of its own: train or resume, evaluate, audit.
+"""One row of a grid, as a process of its own: train or resume, evaluate, audit, calibrate.
 
     python -m loopscope.experiments.row_process FOLDER SPEC WAIT
 
@@ -22,21 +22,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
+from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError, UnsupportedError
 from loopscope.experiments.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
     TRAINED_AUDIT,
     UNTRAINED_AUDIT,
     has_audit,
+    is_calibrated,
     is_complete,
     is_evaluated,
+    is_measured,
     read_record,
     write_record,
 )
 from loopscope.experiments.rows import EXTRA_LOOPS, RowSpec
 from loopscope.machine import limit_cpu_isa
-from loopscope.readings import RowRecord
+from loopscope.readings import CalibratedHalting, RowRecord
 from loopscope.runs import RunFolder, folder_written_whole, write_json
 from loopscope.scores import Evaluation
 
@@ -117,6 +119,14 @@ class GuardStopError(LoopscopeError):
 
 
 def _run_stages(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
+    if not is_measured(run.path, spec):  # a row that has been is never trained again, even if its weights are gone
+        _train_and_measure(spec, run, record)
+    if spec.halting and not is_calibrated(run.path, spec):
+        with _stage(run, record, "calibrating"):
+            calibrate_row(spec, run)
+
+
+def _train_and_measure(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
     with _stage(run, record, "training"):
         _copy_tokenizer(run)
         result = train_row(spec, run)
@@ -231,6 +241,28 @@ def audit_row(spec: RowSpec, run: RunFolder) -> None:
         write_json(run.path / UNTRAINED_AUDIT, audit(untrained, say=say).to_json())
     if not has_audit(run.path / TRAINED_AUDIT, spec.config.training.steps):
         write_json(run.path / TRAINED_AUDIT, audit(opened, say=say).to_json())
+
+
+def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
+    """halting.json: what a calibrated halting rule saves; a row that cannot tell any more says why."""
+    from loopscope.experiments.row_halting import measure_halting
+    from loopscope.targets import open_target
+    from loopscope.training.checkpoint import list_steps
+    from loopscope.verbs.text import tokens_for
+
+    steps, loops = spec.config.training.steps, spec.config.model.num_loops
+    checkpoints = list_steps(run.checkpoints)
+    if not checkpoints or int(checkpoints[-1].name.removeprefix("step-")) != steps:
+        gone = f"the checkpoint of step {steps} is gone, and with it what could be calibrated"
+        result = CalibratedHalting(step=steps, num_loops=loops, reason=gone)
+    else:
+        opened = open_target(run.path)
+        tokens_for(opened, None, say)  # text that is missing fails the row; text that is short is a result
+        try:
+            result = measure_halting(opened, steps, say)
+        except (DataError, UnsupportedError) as error:
+            result = CalibratedHalting(step=steps, num_loops=loops, reason=str(error))
+    write_json(run.path / "halting.json", result.to_json())
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------

@@ -239,6 +239,22 @@ class Attention(nn.Module):
         parts = [F.linear(x_BTD, gate_rows)] if gates else []
         return torch.cat([*parts, F.linear(query_BTD, query_rows), F.linear(x_BTD, other_rows)], -1)
 
+    def keys_and_values(
+        self, x_BTD: Tensor, norm: nn.Module | None, rotary: Rotation | None, more_values_BTGC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of norm(x), as `forward` gives them to a cache, without queries or attention."""
+        rows = 2 * self.kv_heads * self.head_width  # the last ones of the fused projection
+        both = F.linear(x_BTD if norm is None else norm(x_BTD), self.qkv.weight[-rows:])
+        k, v = both.unflatten(-1, (-1, self.head_width)).chunk(2, 2)
+        if more_values_BTGC is not None:
+            v = v + more_values_BTGC
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if self.qk_bias is not None:
+            k = k + self.qk_bias[self.num_heads :, None]
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return (k if rotary is None else rotate(k, rotary, interleaved=self.interleaved)), v
+
 
 def _head_norm(config: ModelConfig) -> nn.Module | None:
     """The norm of a query or key, per head."""
@@ -582,12 +598,9 @@ class Layer(nn.Module):
     def forward(
         self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot, beside: Beside = NOTHING_BESIDE
     ) -> Tensor:
-        norms, more_values_BTGC, query_BTD = self.attention_norms, None, beside.query_BTD
+        norms, query_BTD = self.attention_norms, beside.query_BTD
         read_BTD = norms.open(x_BTD, beside.input_BTD)
-        if self.value_embedding is not None:
-            assert beside.ids_BT is not None
-            gated_BTD = read_BTD if norms.norm is None else norms.norm(read_BTD)
-            more_values_BTGC = self.value_embedding(gated_BTD, beside.ids_BT)
+        more_values_BTGC = self._more_values(read_BTD, beside.ids_BT)
         if query_BTD is not None and beside.queried_B11 is not None:
             query_BTD = torch.where(beside.queried_B11, query_BTD, read_BTD)
         branch_BTD = self.attention(read_BTD, norms.norm, rotary, cache, slot, norms.inner, more_values_BTGC, query_BTD)
@@ -599,6 +612,20 @@ class Layer(nn.Module):
         if self.training:
             branch_BTD = self.dropout(branch_BTD)
         return norms.after(x_BTD, branch_BTD)
+
+    def keys_and_values(self, x_BTD: Tensor, rotary: Rotation | None, beside: Beside) -> tuple[Tensor, Tensor]:
+        """What attention would show of x."""
+        norms = self.attention_norms
+        read_BTD = norms.open(x_BTD, beside.input_BTD)
+        more_values_BTGC = self._more_values(read_BTD, beside.ids_BT)
+        return self.attention.keys_and_values(read_BTD, norms.norm, rotary, more_values_BTGC)
+
+    def _more_values(self, read_BTD: Tensor, ids_BT: Tensor | None) -> Tensor | None:
+        if self.value_embedding is None:
+            return None
+        assert ids_BT is not None
+        norm = self.attention_norms.norm
+        return self.value_embedding(read_BTD if norm is None else norm(read_BTD), ids_BT)
 
     def initialise(self, config: ModelConfig) -> None:
         """The placement's word on the matrices of both branches, once all of the model's are drawn."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +40,16 @@ from loopscope.protocol import (
     LoopTrace,
     MixedDepths,
     OwnLosses,
+    ProjectedKeys,
     Scheduled,
     SharedCore,
     run_loops,
 )
 
 
-class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, SharedCore, Scheduled, OwnLosses):
+class LoopedLM(
+    nn.Module, LinearReadout, MixedDepths, ProjectedKeys, DeclaredVisibility, SharedCore, Scheduled, OwnLosses
+):
     """A LoopedModel (see `protocol`) built from a `ModelConfig`; with an exit gate it is a `GatedLoopedLM`."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -118,6 +122,15 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
     def loop(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         """h_{k-1} → h_k; see `recurrence`."""
         return self.recurrence(state, k, cache)
+
+    @property
+    def can_project(self) -> bool:
+        """Whether its loops hand the carried state to the core's layers; see `recurrence`."""
+        return self.recurrence.hands_on_the_state
+
+    def project(self, state: LoopState, loops: Sequence[int], cache: Cache) -> None:
+        """Keys and values of a state that no loop runs on any more; see `recurrence`."""
+        self.recurrence.project(state, loops, cache)
 
     def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
         """What the head multiplies at loop k: readout(coda(C·norm(h_k))), norm and C where there are any."""

@@ -19,9 +19,9 @@ Shape legend: B batch, T tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,9 @@ class Recurrence(nn.Module):
     Every other recurrence is a subclass: what it starts from, what a loop does, and what of the state is read out.
     """
 
+    hands_on_the_state: ClassVar[bool] = True
+    """Whether what `open` makes of h is what the core's layers read, so that keys can be made of a state alone."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_loops = config.num_loops
@@ -163,6 +166,23 @@ class Recurrence(nn.Module):
         out_BTD: Tensor = self.core(x_BTD, context.rotary, cache, k if cache is not None else 0, beside=beside)
         return out_BTD
 
+    def project(self, state: LoopState, loops: Sequence[int], cache: Cache) -> None:
+        """Keys and values that every core layer makes of the state as it enters each of these loops, into the cache.
+
+        What opens a loop is the same for all loops beyond the first unless there is a loop embedding: then one
+        projection serves them all.
+        """
+        context: Context = state.context
+        opened: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for k in loops:
+            like = k if self.loop_embedding is not None else min(k, 2)
+            if like not in opened:
+                h_BTD = self.open(state.h_BTD, context.input_BTD, k)
+                beside = Beside(context.ids_BT, context.input_BTD)
+                opened[like] = [layer.keys_and_values(h_BTD, context.rotary, beside) for layer in self.core.layers]
+            for index, (k_BHTC, v_BHTC) in enumerate(opened[like]):
+                cache.extend((self.core.part, k, index), k_BHTC, v_BHTC)
+
     def open(self, h_BTD: Tensor, e_BTD: Tensor, k: Loop) -> Tensor:
         """Everything that happens to the carried state before the core."""
         if self.inter_loop_norm is not None:
@@ -189,6 +209,8 @@ class QueryRecurrence(Recurrence):
     Chosen here: the query goes through the layer's own norm, as its input does.
     """
 
+    hands_on_the_state = False
+
     def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         context: Context = state.context
         if k == 1:
@@ -207,6 +229,7 @@ class AnchoredRecurrence(Recurrence):
     """
 
     NEAR = 1e-8
+    hands_on_the_state = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -237,6 +260,7 @@ class HyperRecurrence(Recurrence):
     """
 
     COPIES = 4
+    hands_on_the_state = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -305,6 +329,7 @@ class TwoStateRecurrence(Recurrence):
     """
 
     LOW_CYCLES = 3
+    hands_on_the_state = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

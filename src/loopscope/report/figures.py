@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from loopscope.readings import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, Run, exit_failure, final_norm
+from loopscope.readings import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, SATURATED_LOGIT, Run, exit_failure, final_norm
 from loopscope.report.charts import (
     Axis,
     Chart,
@@ -52,6 +52,7 @@ SHARE = Axis("radial gradient share (0 to 1)", "log", floor=SMALLEST_SHARE, show
 NEEDS_AUDIT = "no run has been audited; loopscope audit RUN writes audit.json into a run's folder."
 NEEDS_EVAL = "no run has been evaluated on validation text yet."
 NEEDS_SPEED = "no run has been timed; loopscope eval RUN --speed leaves its timings in eval.json."
+NEEDS_HALTING = "no row has been calibrated; loopscope reproduce calibrates every row whose exits are trained."
 NEEDS_METRICS = "no run has logged a step yet."
 
 
@@ -253,6 +254,34 @@ def speed(groups: Sequence[Group]) -> Chart:
         table=Table(["run", "loops", "tokens per second", name], rows),
         missing=NEEDS_SPEED,
         note=note,
+    )
+
+
+def gates(groups: Sequence[Group]) -> Chart:
+    """How large the logits of a linear exit gate get where the state is long, and what halting saves."""
+    lines, rows = [], []
+    calibrated = [(group, run, run.halting) for group, run in each_run(groups) if run.halting]
+    deepest = max((len(gate.loops) for _, _, found in calibrated for gate in found.gates), default=0)
+    for group, run, found in calibrated:
+        told = (found.mean_loops, found.fixed_depth, found.saved, *[None] * deepest)
+        rows.append([" · ".join((group.label, run.name, f"rule {found.rule}")), *map(plain, told)])
+        for gate in found.gates:
+            points = [(loop.norm, loop.logit) for loop in gate.loops if loop.norm]
+            lines.append(Line(group, run, [x for x, _ in points], [y for _, y in points], f"gate on {gate.reads}"))
+            logits = [*(loop.logit for loop in gate.loops), *[None] * (deepest - len(gate.loops))]
+            rows.append([lines[-1].label, *map(plain, (gate.mean_loops, gate.fixed_depth, gate.saved, *logits))])
+    x, y = Axis("norm ‖h_k‖ of the state", "log"), Axis("mean |logit| of the gate", "log", shows=(1.0,))
+    header = ["run", "loops", "fixed depth", "saved beyond it", *(f"|logit|, loop {k + 1}" for k in range(deepest))]
+    return Chart(
+        name="gates",
+        title="Exit gates: how sure they are where the state is long",
+        look="Look at what rises to the right: a gate on the state itself takes a long state for certainty, and above "
+        "the line it says 0 or 1 whatever the token is. The table has what a calibrated rule and the gates save beyond "
+        "the smallest fixed depth at the same bound.",
+        traces=line_traces(lines, x, y),
+        layout=layout(x, y, lines, *([level(y, SATURATED_LOGIT, "saturated")] if lines else [])),
+        table=Table(header, rows),
+        missing=NEEDS_HALTING,
     )
 
 

@@ -85,6 +85,15 @@ CHAPTERS: tuple[tuple[tuple[str, str, str, str], tuple[Draw, ...]], ...] = (
         ),
         (figures.frontier, figures.speed),
     ),
+    (
+        (
+            "halting",
+            "Halting",
+            "Leaving early: halting and gates",
+            "Which loops a token can do without, and whether a gate can tell.",
+        ),
+        (figures.gates,),
+    ),
 )
 """The chapters with charts: anchor, short and full title, a word on why, charts. Before them stands the verdict."""
 
