@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Protocol, Union
 import tyro
 
 from loopscope.checks import check_whole_numbers
+from loopscope.cli.atlas import Atlas
 from loopscope.cli.audit import Audit
 from loopscope.cli.calibrate import Calibrate
 from loopscope.cli.check import Check
@@ -46,6 +47,7 @@ examples:
   loopscope calibrate runs/NAME          leave loops out, with a bound on what that costs
   loopscope generate runs/NAME "The "    text, at any number of loops
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
+  loopscope atlas                        every published design, audited: who hides what
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
@@ -75,6 +77,7 @@ VERBS: dict[str, type[Any]] = {
     "generate": Generate,
     "plan": Plan,
     "reproduce": Reproduce,
+    "atlas": Atlas,
     "report": Report,
     "env": Env,
 }
