@@ -12,6 +12,7 @@ from loopscope.cli.rows import run_rows
 from loopscope.cli.terminal import duration, print_json, print_tables, print_words, say
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
+from loopscope.experiments.atlas_record import HOPS_STEPS, SEED, STEPS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,13 +32,13 @@ class Atlas:
 
     designs: str = "all"
     """Designs with commas between; see docs/designs.md for their names."""
-    steps: int = 150
+    steps: int = STEPS
     """Training steps of a row of text."""
-    hops_steps: int = 1000
+    hops_steps: int = HOPS_STEPS
     """Training steps of a row of pointer chasing (task:hops), which at most six designs get; 0 leaves it out."""
     data: tuple[str, ...] | None = None
     """Training text, as in `loopscope train`; by default the built-in one."""
-    seed: int = 42
+    seed: int = SEED
     """Seed of weights, batches and dropout."""
 
     out: Path = Path("runs/atlas")

@@ -21,7 +21,10 @@ from loopscope.designs import DESIGN_SIZE, DESIGNS, Design, design
 from loopscope.errors import ConfigError, LoopscopeError
 from loopscope.experiments.atlas_record import (
     HOPS,
+    HOPS_STEPS,
     NOT_BUILT,
+    SEED,
+    STEPS,
     Asked,
     AtlasRecord,
     Entry,
@@ -33,13 +36,8 @@ from loopscope.experiments.conditions import Recipe, apply_recipe
 from loopscope.experiments.rows import Layout, RowSpec, Say, in_steps, locked
 from loopscope.presets import preset
 
-STEPS = 150
-"""Optimiser steps of a row of text: enough for the paper's 2×2 to show its blind spot (`loopscope quickstart`)."""
-HOPS_STEPS = 1000
-"""Of pointer chasing: what the preset hops takes to learn it."""
 EVAL_TOKENS = 16_384
 """Validation and test tokens of each row's scores."""
-SEED = 42
 
 ON_HOPS = {
     "paper-raw": "the plain loop whose scale the loss sees: known to learn it, so the others have a measure",

@@ -148,8 +148,8 @@ PROPERTIES = (
     Property(
         "untrained",
         "before training",
-        "Which variables of the state does no loss see, in a fresh model? Behind each stands its free range: how far it "
-        "can grow before it costs 1 % of perplexity.",
+        "Which variables of the state does no loss see, in a fresh model? Behind each stands its free range: how far "
+        "it can grow before it costs 1 % of perplexity.",
         "untrained",
         lambda entry: _variables(entry.untrained),
     ),

@@ -25,13 +25,18 @@ from loopscope.scores import Beyond, Split, beyond
 
 SCHEMA_VERSION = 1
 FILE = "atlas.json"
+STEPS = 400
+"""Optimiser steps of a row of text: `loopscope quickstart` shows the paper's blind spot after 150."""
+HOPS_STEPS = 1000
+"""Of pointer chasing: what the preset hops takes to learn it."""
+SEED = 42
 HOPS = "hops"
 """The text of rows that are trained on pointer chasing, task:hops; empty is the text that rows share."""
 FAR = 30
 """Loops that audits follow the norm through."""
 LEARNT = 0.5
 """Share of right answers at the trained depth, mean over step counts, from which a task counts as learnt: guessing
-among the ends of an array's paths is right for one in twelve or fewer, and a loop that answers one step is not enough."""
+among the ends of an array's paths is right for one in twelve or fewer, and answers of one step are not enough."""
 NOT_BUILT = "not built"
 """State of a design that refuses a setting: there is no row."""
 

@@ -26,8 +26,7 @@
       row.hidden = row.dataset.setting !== chosen() || !words.every((word) => text.includes(word));
       if (!row.hidden) kept.add(row.dataset.anchor);
     }
-    marks.forEach((mark) => mark.toggleAttribute("hidden", !kept.has(mark.dataset.mark)));
-    marks.forEach((mark) => (mark.style.display = kept.has(mark.dataset.mark) ? "" : "none"));
+    marks.forEach((mark) => (mark.style.display = kept.has(mark.dataset.mark) ? "" : "none")); // SVG has no hidden
     body.append(...[...rows].sort(sort.value ? compare : order));
     turn.textContent = rising ? "↓ smallest first" : "↑ largest first";
     for (const head of document.querySelectorAll("[data-column]")) {

@@ -131,8 +131,9 @@ def headlines(record: AtlasRecord) -> list[str]:
         blind = [line.design.title for line in known if line.is_blind]
         says = f"{setting.title}: {len(blind)} of {len(known)} trained designs carry something that no loss sees"
         says += f" ({_listed(blind)})." if blind else "."
-        unlearnt = [line.design.title for line in lines_ if line.cells[0][1].text == "not learnt"]
-        failed = [line.design.title for line in lines_ if line.cells[-1][1].text in ("failed", "not built")]
+        entries = {line.design.title: record.entry(line.design.name, setting) for line in lines_}
+        unlearnt = [title for title, entry in entries.items() if entry is not None and entry.is_learnt is False]
+        failed = [title for title, entry in entries.items() if entry is not None and entry.error]
         says += f" Not learnt: {_listed(unlearnt)}." if unlearnt else ""
         says += f" Failed: {_listed(failed)}." if failed else ""
         found.append(says[0].upper() + says[1:])

@@ -7,7 +7,7 @@ there. Every text of a file is escaped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -174,7 +174,7 @@ def _drawn(mark: Mark, true: tuple[float, float], spot: tuple[float, float]) -> 
     )
 
 
-def lines(series: dict[str, Sequence[float | None]], title: str, *, log: bool = True) -> Markup:
+def lines(series: Mapping[str, Sequence[float | None]], title: str, *, log: bool = True) -> Markup:
     """Values after loops 1, 2, …, a line each, with its last value beside it; empty where nothing was measured."""
     points = {name: [(k, v) for k, v in enumerate(values, 1) if _drawable(v, log)] for name, values in series.items()}
     points = {name: each for name, each in points.items() if len(each) > 1}
@@ -198,7 +198,8 @@ def lines(series: dict[str, Sequence[float | None]], title: str, *, log: bool = 
         y = float(place(k, last).split(",")[1])
         drawn.append(f'<polyline class="line c{colour}" fill="none" points="{path}"/>')
         drawn.append(f'<text class="c{colour}" x="318" y="{y + 4:.1f}">{escape(name)} {plain(last)}</text>')
-    axis = f'<text class="muted" x="10" y="104">loop 1</text><text class="muted" x="310" y="104" text-anchor="end">{most}</text>'
+    axis = '<text class="muted" x="10" y="104">loop 1</text>'
+    axis += f'<text class="muted" x="310" y="104" text-anchor="end">{most}</text>'
     label = f"{escape(title)}, {'logarithmic, ' if log else ''}over {most} loops"
     return Markup(
         f'<svg class="lines" viewBox="0 0 480 110" role="img" aria-label="{label}">{"".join(drawn)}{axis}</svg>'
