@@ -166,7 +166,7 @@ def test_a_cell_opens_its_evidence_also_the_second_time_and_by_keys(tab):
     link.focus()
     tab.page.keyboard.press("Enter")
     assert evidence.is_visible()
-    tab.page.locator(f'[data-mark="{NAMES[1]}-modern"]').focus()
+    tab.page.locator(f'.mark[data-mark="{NAMES[1]}-modern"]').focus()
     tab.page.keyboard.press("Enter")
     assert tab.page.locator(f"#{NAMES[1]}-modern-motion").is_visible() and tab.complaints == []
 

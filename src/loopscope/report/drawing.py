@@ -21,6 +21,8 @@ NEAR = 1.9 * RADIUS
 """Marks closer than this hide one another's numbers."""
 ROUND = (1, 2, 5)
 LEGEND_WIDTH = 250
+LEAST_SPAN = math.log10(4)
+"""Of a logarithmic line drawing, in decades: what hardly changes shall look flat."""
 STANDALONE = """
 text { font: 12px system-ui, sans-serif; fill: #1b1f24; } .muted { fill: #5a6370; } .grid { stroke: #e4e7eb; }
 .axis { stroke: #b9c0c9; } .mark circle { fill: #0068ad; } .mark.bad circle { fill: #c8500a; }
@@ -112,16 +114,20 @@ def _scatter(
 ) -> str:
     heights = [mark.y for mark in marks] or [1.0]
     low, high = min(0.5, *heights) / 1.3, max(2.0, *heights) * 1.3
-    x = LogAxis(x_title, 1.0, furthest, 66.0, plot - 26.0, last="no limit")
+    x = LogAxis(x_title, 1.0, furthest, 66.0, plot - 36.0, last="no limit")
     y = LogAxis(y_title, low, high, 360.0, 22.0)
     parts = [inside, *_frame(x, y), *_levels(x, y)]
     placed: dict[str, list[tuple[float, float]]] = {}
+    drawn = []
     for mark in marks:
-        taken = placed.setdefault(mark.setting, [])
-        spot = _free_spot((x.place(mark.x), y.place(mark.y)), taken, plot)
+        true, taken = (x.place(mark.x), y.place(mark.y)), placed.setdefault(mark.setting, [])
+        spot = _free_spot(true, taken, plot)
         taken.append(spot)
-        parts.append(_drawn(mark, (x.place(mark.x), y.place(mark.y)), spot))
-    body = "".join(parts)
+        drawn.append(_drawn(mark, spot))
+        if math.dist(true, spot) > 1:  # leaders come before all marks, so that none crosses a number
+            ends = f'x1="{true[0]}" y1="{true[1]}" x2="{spot[0]}" y2="{spot[1]}"'
+            parts.append(f'<line class="leader" data-mark="{escape(mark.link)}" {ends}/>')
+    body = "".join([*parts, *drawn])
     label = f"{escape(y_title)} against {escape(x_title)}; {len(marks)} marks"
     return f'<svg class="drawing" viewBox="0 0 {width:g} {tall:g}" role="group" aria-label="{label}">{body}</svg>'
 
@@ -162,13 +168,11 @@ def _free_spot(at: tuple[float, float], taken: Sequence[tuple[float, float]], pl
     return at
 
 
-def _drawn(mark: Mark, true: tuple[float, float], spot: tuple[float, float]) -> str:
+def _drawn(mark: Mark, spot: tuple[float, float]) -> str:
     told = f"{mark.name}: free range {'no limit' if mark.x >= 1e6 else plain(mark.x)}, growth {plain(mark.y)}"
-    moved = math.dist(true, spot) > 1
-    leader = f'<line class="leader" x1="{true[0]}" y1="{true[1]}" x2="{spot[0]}" y2="{spot[1]}"/>' if moved else ""
     return (
         f'<a href="#{escape(mark.link)}" class="mark {mark.tone}" data-setting="{escape(mark.setting)}" '
-        f'data-mark="{escape(mark.link)}" aria-label="{escape(told)}"><title>{escape(told)}</title>{leader}'
+        f'data-mark="{escape(mark.link)}" aria-label="{escape(told)}"><title>{escape(told)}</title>'
         f'<circle cx="{spot[0]}" cy="{spot[1]}" r="{RADIUS}"/>'
         f'<text x="{spot[0]}" y="{spot[1] + 3.6:.1f}" text-anchor="middle">{mark.number}</text></a>'
     )
@@ -182,10 +186,12 @@ def lines(series: Mapping[str, Sequence[float | None]], title: str, *, log: bool
         return Markup("")
     values = [v for each in points.values() for _, v in each if v is not None]
     most = max(k for each in points.values() for k, _ in each)
-    low, high = min(values), max(values)
+    low, high = (min(values), max(values)) if log else (min(0.0, *values), max(1.0, *values))
     if log:
         low, high = math.log10(low), math.log10(high)
-    span = high - low or 1.0
+        slack = max(0.0, LEAST_SPAN - (high - low)) / 2
+        low, high = low - slack, high + slack
+    span = high - low
 
     def place(k: int, v: float | None) -> str:
         assert v is not None
