@@ -311,6 +311,6 @@ def test_two_steps_of_one_design_make_an_atlas_that_resumes_and_rebuilds(tmp_pat
     assert main(command) == 0
     assert "finished already" in capsys.readouterr().err
     assert main(["atlas", "--rebuild", "--out", str(out)]) == 0
-    assert (out / "atlas.html").read_text() == page and "scale blind without limit" in capsys.readouterr().out
+    assert (out / "atlas.html").read_text() == page and "blind variable in 2 of 2" in capsys.readouterr().out
     assert main([*command[:4], "3", *command[5:]]) == 2, "other steps need another folder"
     assert "choose another --out" in capsys.readouterr().err

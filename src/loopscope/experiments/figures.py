@@ -61,11 +61,11 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
         for name, draw in FIGURES.items():
             with mpl.rc_context(SETTINGS):
                 figure = draw(results.view(recipe))
-            written += _save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
+            written += save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
     return written
 
 
-def _save(figure: Figure | None, path: Path) -> Iterator[Path]:
+def save(figure: Figure | None, path: Path) -> Iterator[Path]:
     """Write a figure, or take away the one of earlier rows where there is nothing to draw any more."""
     for ending, metadata in NO_DATES.items():
         target = path.with_name(f"{path.name}.{ending}")
@@ -77,7 +77,8 @@ def _save(figure: Figure | None, path: Path) -> Iterator[Path]:
         yield target
 
 
-def _figure(columns: int = 1, *, width: float = 8.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+def new_figure(columns: int = 1, *, width: float = 8.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """An empty figure with axes side by side."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
@@ -115,7 +116,7 @@ EXIT_TICKS = (-10, -3, -1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 def exit_plane(view: View) -> Figure | None:
     """Exit failure CE(1) − CE(K) against the final norm: placement moves one, the readout the other."""
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("log")
     axes.set_yscale("function", functions=(symlog, unsymlog))
     axes.yaxis.set_major_locator(FixedLocator(EXIT_TICKS))
@@ -137,7 +138,7 @@ def exit_plane(view: View) -> Figure | None:
 
 def visibility_activity(view: View) -> Figure | None:
     """How well the loss sees the scale, against how strongly the loop carries it."""
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("symlog", linthresh=1e-6)
     if not _points(axes, view, _visibility, _activity):
         return None
@@ -167,7 +168,7 @@ def thirty_loops(view: View) -> Figure | None:
     names = [name for name in view.conditions() if any(row.loops for row in view.of(name).values())]
     if not names:
         return None
-    figure, (scale, increment, angle) = _figure(3, width=11.5, height=3.9)
+    figure, (scale, increment, angle) = new_figure(3, width=11.5, height=3.9)
     for name in names:
         colour, marker = STYLES[name]
         line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3, "linewidth": 1.2}
@@ -216,7 +217,7 @@ def frontier(view: View) -> Figure | None:
     timed = [row.evaluation.throughput for row in view.rows if row.evaluation and row.evaluation.throughput]
     if not names or not timed:
         return None
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     ks = sorted(set(timed[0]).intersection(*timed))
     speeds = [statistics.median(each[k] for each in timed) for k in ks]
     for name in names:
@@ -246,7 +247,7 @@ def alpha_sweep(view: View) -> Figure | None:
     curves = {name: curve for name, curve in curves.items() if curve[0]}
     if not curves:
         return None
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=0.01)
     for place, (name, (alphas, change)) in enumerate(curves.items()):
