@@ -45,11 +45,13 @@ State = Literal["finished", "unfinished", "stopped", "failed", "empty"]
 
 @dataclass(frozen=True, kw_only=True)
 class RowRecord:
-    """row.json: what has become of a row of a grid."""
+    """row.json: what has become of a row of a grid or an atlas."""
 
     name: str = ""
     condition: str = ""
     recipe: str = ""
+    text: str = ""
+    """What it is trained on, where that is not the text that the rows of its folder share."""
     seed: int | None = None
     state: RowState | None = None
     stage: str | None = None

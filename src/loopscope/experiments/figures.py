@@ -72,11 +72,11 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
         for name, draw in FIGURES.items():
             with mpl.rc_context(SETTINGS):
                 figure = draw(results.view(recipe))
-            written += _save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
+            written += save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
     return written
 
 
-def _save(figure: Figure | None, path: Path) -> Iterator[Path]:
+def save(figure: Figure | None, path: Path) -> Iterator[Path]:
     """Write a figure, or take away the one of earlier rows where there is nothing to draw any more."""
     for ending, metadata in NO_DATES.items():
         target = path.with_name(f"{path.name}.{ending}")
@@ -88,7 +88,8 @@ def _save(figure: Figure | None, path: Path) -> Iterator[Path]:
         yield target
 
 
-def _figure(columns: int = 1, *, width: float = 8.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+def new_figure(columns: int = 1, *, width: float = 8.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """An empty figure with axes side by side."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
@@ -126,7 +127,7 @@ EXIT_TICKS = (-10, -3, -1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 def exit_plane(view: View) -> Figure | None:
     """Exit failure CE(1) − CE(K) against the final norm: placement moves one, the readout the other."""
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("log")
     axes.set_yscale("function", functions=(symlog, unsymlog))
     axes.yaxis.set_major_locator(FixedLocator(EXIT_TICKS))
@@ -148,7 +149,7 @@ def exit_plane(view: View) -> Figure | None:
 
 def visibility_activity(view: View) -> Figure | None:
     """How well the loss sees the scale, against how strongly the loop carries it."""
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("symlog", linthresh=1e-6)
     if not _points(axes, view, _visibility, _activity):
         return None
@@ -178,7 +179,7 @@ def thirty_loops(view: View) -> Figure | None:
     names = [name for name in view.conditions() if any(row.loops for row in view.of(name).values())]
     if not names:
         return None
-    figure, (scale, increment, angle) = _figure(3, width=11.5, height=3.9)
+    figure, (scale, increment, angle) = new_figure(3, width=11.5, height=3.9)
     for name in names:
         colour, marker = STYLES[name]
         line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3, "linewidth": 1.2}
@@ -227,7 +228,7 @@ def frontier(view: View) -> Figure | None:
     timed = [row.evaluation.throughput for row in view.rows if row.evaluation and row.evaluation.throughput]
     if not names or not timed:
         return None
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     ks = sorted(set(timed[0]).intersection(*timed))
     speeds = [statistics.median(each[k] for each in timed) for k in ks]
     for name in names:
@@ -257,7 +258,7 @@ def alpha_sweep(view: View) -> Figure | None:
     curves = {name: curve for name, curve in curves.items() if curve[0]}
     if not curves:
         return None
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=0.01)
     for place, (name, (alphas, change)) in enumerate(curves.items()):
@@ -293,7 +294,7 @@ def gates(view: View) -> Figure | None:
     names = [name for name in view.conditions() if any(_gates(view, name, reads) for reads in GATE_LINES)]
     if not names:
         return None
-    figure, (size, saving) = _figure(2, width=10.5, height=3.9)
+    figure, (size, saving) = new_figure(2, width=10.5, height=3.9)
     for place, name in enumerate(names):
         colour, marker = STYLES[name]
         for reads, dashes in GATE_LINES.items():
@@ -367,7 +368,7 @@ def _draw(figures: dict[str, Callable[[], Figure | None]], folder: Path) -> list
     for name, draw in figures.items():
         with mpl.rc_context(SETTINGS):
             figure = draw()
-        written += _save(figure, folder / name)
+        written += save(figure, folder / name)
     return written
 
 
@@ -403,7 +404,7 @@ def _sweep_figure(
     alphas: list[float | None], curves: dict[str, tuple[LoopStates, str, tuple[str, str]]], title: str
 ) -> Figure:
     """Change of CE against α; the legend has the CE at α = 1, where every curve is zero."""
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=0.01)
     xs, middle = [math.nan if alpha is None else alpha for alpha in alphas], alphas.index(1.0)
@@ -432,7 +433,7 @@ def _depth(record: OuroRecord) -> Callable[[], Figure | None]:
         if record.depths is None:
             return None
         scored = bool(record.tasks)
-        figure, panels = _figure(3 if scored else 2, width=11.5 if scored else 8.0, height=3.6)
+        figure, panels = new_figure(3 if scored else 2, width=11.5 if scored else 8.0, height=3.6)
         look: dict[str, Any] = {"color": "#d55e00", "marker": "o", "markersize": 4, "linewidth": 1.4}
         curve(panels[0], {depth.k: depth.perplexity for depth in record.depths.depths}, **look)
         panels[0].set_ylabel("perplexity")

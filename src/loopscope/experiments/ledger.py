@@ -12,6 +12,7 @@ from pathlib import Path
 
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
+from loopscope.experiments.probe import has_probe
 from loopscope.experiments.rows import RowSpec, first_difference
 from loopscope.files import Problems, parse_line, read_as, read_json
 from loopscope.readings import Audit, CalibratedHalting, Logged, RowRecord, RowState, last_logged
@@ -22,7 +23,7 @@ EXIT_GIVEN_UP = 65
 """A row's process failed in a way that a retry would repeat."""
 EXIT_TAKEN = 75
 """Another process has the row."""
-STAGES = {"training": 0.0, "evaluating": 0.8, "auditing": 0.85, "calibrating": 0.9}
+STAGES = {"training": 0.0, "evaluating": 0.8, "auditing": 0.85, "calibrating": 0.9, "probing": 0.95}
 """Stages of a row, and the share of its time that lies before each; training moves within its share."""
 TRAINED_AUDIT, UNTRAINED_AUDIT = "audit.json", "audit-untrained.json"
 TAIL = 1 << 14
@@ -122,11 +123,12 @@ def write_record(folder: Path, record: RowRecord) -> None:
 def is_complete(folder: Path, spec: RowSpec) -> bool:
     """Whether everything that is asked of a row is there."""
     finished = read_record(folder).state == "finished" and is_measured(folder, spec)
-    return finished and (not spec.halting or is_calibrated(folder, spec))
+    calibrated = not spec.halting or is_calibrated(folder, spec)
+    return finished and calibrated and (not spec.probe or has_probe(folder, spec.config.training.steps))
 
 
 def is_measured(folder: Path, spec: RowSpec) -> bool:
-    """Whether everything but halting is there: then the row has been trained to its end, whatever became of weights."""
+    """Whether it is evaluated and audited: then the row has been trained to its end, whatever became of its weights."""
     evaluated = read_json(folder / "manifest.json", {}) is not None and is_evaluated(folder, spec)
     return evaluated and (not spec.audit or is_audited(folder, spec))
 

@@ -1,4 +1,4 @@
-"""One row of a grid, as a process of its own: train or resume, evaluate, audit, calibrate.
+"""One row of a grid or an atlas, as a process of its own: train or resume, evaluate, audit, calibrate, probe.
 
     python -m loopscope.experiments.row_process FOLDER SPEC WAIT
 
@@ -36,6 +36,7 @@ from loopscope.experiments.ledger import (
     read_record,
     write_record,
 )
+from loopscope.experiments.probe import PROBE, has_probe
 from loopscope.experiments.rows import EXTRA_LOOPS, RowSpec
 from loopscope.machine import limit_cpu_isa
 from loopscope.readings import CalibratedHalting, RowRecord
@@ -79,6 +80,7 @@ def _run_noting(spec: RowSpec, run: RunFolder) -> int:
         name=spec.name,
         condition=spec.condition,
         recipe=spec.recipe,
+        text=spec.text,
         seed=spec.seed,
         state="running",
         attempts=before.attempts + 1,
@@ -124,11 +126,15 @@ def _run_stages(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
     if spec.halting and not is_calibrated(run.path, spec):
         with _stage(run, record, "calibrating"):
             calibrate_row(spec, run)
+    if spec.probe:
+        with _stage(run, record, "probing"):
+            probe_row(spec, run)
 
 
 def _train_and_measure(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
     with _stage(run, record, "training"):
-        _copy_tokenizer(run)
+        if not spec.text:
+            _copy_tokenizer(run)
         result = train_row(spec, run)
         if result.outcome == "interrupted" or result.was_signalled:
             raise KeyboardInterrupt
@@ -265,6 +271,15 @@ def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
     write_json(run.path / "halting.json", result.to_json())
 
 
+def probe_row(spec: RowSpec, run: RunFolder) -> None:
+    """probe.json: how tokens move, what the first exit lacks, cache policies and cost; what fails is told in it."""
+    from loopscope.experiments.probing import probe
+    from loopscope.targets import open_target
+
+    if not has_probe(run.path, spec.config.training.steps):
+        write_json(run.path / PROBE, probe(open_target(run.path), say).to_json())
+
+
 # --- small parts -----------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +296,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _copy_tokenizer(run: RunFolder) -> None:
-    """The grid's tokenizer becomes the row's own, whole or not at all."""
+    """The tokenizer of the shared text becomes the row's own, whole or not at all."""
     common, own = run.path.parent.parent / "tokenizer", run.path / "tokenizer"
     if common.is_dir() and not own.exists():
         with folder_written_whole(own) as beside:

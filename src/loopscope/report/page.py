@@ -146,7 +146,7 @@ def render(inputs: Inputs, title: str | None = None) -> Page:
     verdict = judge(groups, audits, claims, inputs.reproductions)
     scripts = [plotly_script(), (HERE / "page.js").read_text("utf-8")]
     html = (
-        _environment()
+        environment()
         .get_template("template.html")
         .render(
             title=title or _title(inputs),
@@ -229,7 +229,8 @@ def _title(inputs: Inputs) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """The templates of this folder; whatever they are given is escaped."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
