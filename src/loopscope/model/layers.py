@@ -317,7 +317,7 @@ class MixtureOfExperts(nn.Module):
         balance = E·Σ_i f_i·p̄_i        f_i share of choices that fell on i, p̄_i its mean probability; 1 when even
         z       = mean (log Σ_i exp logit_i)²
 
-    Chosen here: the router reads the normed input in float32, and the weights of the chosen sum to 1.
+    Chosen here: the router reads the normed input, its softmax is float32 at least, and the weights of the chosen sum to 1.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -343,7 +343,8 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BTD: Tensor, norm: nn.Module | None, inner: nn.Module | None = None) -> Tensor:
         """Every expert runs once, on the tokens that chose it."""
         x_ND = (x_BTD if norm is None else norm(x_BTD)).flatten(0, -2)
-        logits_NE = self.router(x_ND).float()
+        logits_NE = self.router(x_ND)
+        logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
         p_NE = logits_NE.softmax(-1)
         best_NK, experts_NK = p_NE.topk(self.chosen, -1)
         if self.training:

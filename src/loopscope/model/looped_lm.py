@@ -26,10 +26,11 @@ from loopscope.model.layers import (
     make_optional_norm,
     rotation,
 )
+from loopscope.model.own_losses import PonderCost, RouterBalance, RouterZLoss
 from loopscope.model.readouts import Norm, hidden_by, make_readout
 from loopscope.model.recurrence import RECURRENCES, Context, DiagonalInjection, ForgetfulInjection
 from loopscope.objectives.placement import Objective, ObjectiveResult
-from loopscope.objectives.terms import PonderCost, RouterBalance, RouterZLoss, Term
+from loopscope.objectives.terms import Term
 from loopscope.protocol import (
     Cache,
     DeclaredVisibility,

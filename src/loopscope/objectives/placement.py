@@ -136,13 +136,15 @@ class Objective:
         features_KND = torch.stack([linear.features(trace.states[k], k).flatten(0, 1) for k in (j, last)])
         weights_K = torch.tensor([share, 1.0], device=targets_N.device)
         every = self.cross_entropy(features_KND, linear.head, targets_N, loop_weights=weights_K, z_loss=z_loss)
+        wide = torch.promote_types(features_KND.dtype, torch.float32)
         with torch.no_grad():
-            teacher_NV = F.linear(features_KND[1], linear.head).float().softmax(-1)
-        student_NV = F.linear(features_KND[0], linear.head).float()
+            teacher_NV = F.linear(features_KND[1], linear.head).to(wide).softmax(-1)
+        student_NV = F.linear(features_KND[0], linear.head).to(wide)
         soft_N = F.cross_entropy(student_NV, teacher_NV, reduction="none")
         counted_N = targets_N != IGNORE_INDEX
         distillation = self.progress * (soft_N * counted_N).sum() / counted_N.sum().clamp(min=1)
-        return every.loss + distillation, [j, last], every.ce_K, distillation.detach()
+        loops = [j, last][j == last :]  # of a loop that teaches itself, one cross-entropy is told
+        return every.loss + distillation, loops, every.ce_K[-len(loops) :], distillation.detach()
 
     def _fixed_weights(self, loops: list[int], device: torch.device) -> Tensor:
         """Weights (K,) of the supervised loops, summing to 1."""
@@ -176,9 +178,16 @@ def exit_weights(which: ObjectiveConfig | str | Sequence[int] | None, num_loops:
     return {k: weight / sum(raw.values()) for k, weight in raw.items()}
 
 
+def num_readouts(config: ObjectiveConfig, num_loops: int) -> int:
+    """Loops that one step reads out: those supervised, of which distillation takes two at a time."""
+    return 2 if config.placement == "distilled" else len(supervised_loops(config, num_loops))
+
+
 def _configured_loops(config: ObjectiveConfig, num_loops: int) -> list[int]:
     if config.placement == "terminal":
         return [num_loops]
+    if config.placement == "distilled":
+        return list(range(min(config.distil_from, num_loops), num_loops + 1))
     if config.placement == "last-n":
         return list(range(max(1, num_loops - (config.last_n or 1) + 1), num_loops + 1))
     if config.loop_weights is not None:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from loopscope.config import Config
+from loopscope.model.layers import MixtureOfExperts
 from loopscope.model.looped_lm import LoopedLM, count_parameters
-from loopscope.objectives.placement import sample_depth, supervised_loops
+from loopscope.objectives.placement import num_readouts, sample_depth
 from loopscope.training.counting import PARTS, Counted, count_step, kernels_of
 
 SAMPLED_STEPS = 4096
@@ -36,6 +37,12 @@ def parameters_by_part(model: LoopedLM) -> dict[str, int]:
     for module, part in PARTS.items():
         parts[part] += counts.get(module, 0)
     return parts
+
+
+def active_parameters(model: LoopedLM) -> int:
+    """Parameters that a token meets: all but those of the experts that it does not go to."""
+    idle = sum(module.idle_parameters for module in model.modules() if isinstance(module, MixtureOfExperts))
+    return sum(parameters_by_part(model).values()) - idle
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ class _Depths:
         """Passes of a step of `depth` loops."""
         objective = self.config.objective
         backprop = min(objective.backprop_loops or depth, depth)
-        readouts = len(supervised_loops(objective, depth))
+        readouts = num_readouts(objective, depth)
         reached = self.at(min(depth, self.regular)).prelude_reached
         return Passes(depth, backprop, readouts, 1 + objective.exit_fraction * (readouts - 1), float(reached))
 

@@ -14,11 +14,12 @@ from loopscope.errors import ConfigError
 from loopscope.machine import Choice, memory_bytes
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.cross_entropy import choose_chunk_rows
-from loopscope.objectives.placement import supervised_loops
+from loopscope.objectives.placement import num_readouts
 from loopscope.training.counting import Counted, Kernels, count_step, kernels_of
 from loopscope.training.flops import (
     Passes,
     TokenFlops,
+    active_parameters,
     expected_passes,
     flops_per_token,
     parameters_by_part,
@@ -87,7 +88,7 @@ def largest_micro_batch(config: Config, devices: int) -> MicroBatch:
         why = f"cannot be split over {devices} devices × {config.training.accumulate} micro-batches"
         raise ConfigError.of("batch", config.training.batch, why)
     tokens, depth = sequences * config.sequence_length, max(sampled_depths(config))
-    readouts = len(supervised_loops(config.objective, depth))
+    readouts = num_readouts(config.objective, depth)
     rows = math.ceil((1 + config.objective.exit_fraction * (readouts - 1)) * tokens)
     return MicroBatch(sequences, tokens, depth, readouts, rows)
 
@@ -217,6 +218,8 @@ class TrainingPlan:
     """What a run costs; `to_dict` is its JSON, documented in docs/plan.md."""
 
     parameters: dict[str, int]
+    active_parameters: int
+    """Those that a token meets; with a mixture of experts fewer than are stored."""
     passes: Passes
     flops_per_token: TokenFlops
     memory: Memory
@@ -282,6 +285,7 @@ def plan_training(
     speed, utilisation = choose_speed(device_type, flops_per_second), choose_utilisation(device_type)
     return TrainingPlan(
         parameters=parameters_by_part(model),
+        active_parameters=active_parameters(model),
         passes=expected_passes(config),
         flops_per_token=flops_per_token(config),
         memory=plan_memory(config, devices=devices, device_type=device_type, model=model),

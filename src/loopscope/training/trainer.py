@@ -68,7 +68,8 @@ class TrainingStep(nn.Module):
         seen["terms"] = result.terms
         if mode == "watch":
             config, terms = self.objective.config, self.objective.terms(self.model)
-            weights, gated = exit_weights(config, num_loops), config.placement == "gated"
+            gated, drawn = config.placement == "gated", config.placement == "distilled"
+            weights = exit_weights(result.supervised if drawn else config, num_loops)
             with undisturbed(self.model, ids_BT.device):
                 seen["reading"] = read(self.model, result.trace, targets_BT, weights, terms, gated=gated)
         return result.loss, seen
