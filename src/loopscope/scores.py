@@ -256,7 +256,8 @@ class CacheTable:
         safe = [each.name for each in others if each.verdict == "safe"]
         if cheapest is not None:
             says = f"Safe at {NOTICED} nats a token: {', '.join(safe)}. "
-            says += f"Cheapest: {cheapest.name}, {cheapest.share:.3g} of the exact bytes."
+            kept = "" if cheapest.share is None else f", {cheapest.share:.3g} of the exact bytes"
+            says += f"Cheapest: {cheapest.name}{kept}."
         else:
             best = min(others, key=lambda each: math.inf if each.delta_ce is None else each.delta_ce)
             says = f"No policy is safe at {NOTICED} nats a token; the least costly is {best.name}"

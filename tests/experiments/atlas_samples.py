@@ -147,8 +147,8 @@ def sample_atlas() -> AtlasRecord:
     return replace(record, started="2026-01-01T00:00:00+0000", git=None)
 
 
-def write_atlas(out: Path) -> Path:
+def write_atlas(out: Path, record: AtlasRecord | None = None) -> Path:
     """Its folder, without rows: a record that was committed."""
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "atlas.json", sample_atlas().to_json())
+    write_json(out / "atlas.json", (record or sample_atlas()).to_json())
     return out

@@ -8,7 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from samples import eval_row, sample_manifest, write_sample
 
+from loopscope.cli import main
+from loopscope.config import Config, ModelConfig, TrainingConfig
 from loopscope.errors import DataError
 from loopscope.experiments import scaling as scaling_module
 from loopscope.experiments.scaling import (
@@ -24,6 +27,8 @@ from loopscope.experiments.scaling import (
     predicted_log_loss,
     scaling,
 )
+from loopscope.experiments.scaling_points import points_of
+from loopscope.readings import read_run
 
 TRUE = Fit(E=1.7, A=60.0, B=400.0, alpha=0.25, beta=0.35, phi=0.46, is_phi_fixed=False, objective=0.0, error=0.0)
 
@@ -176,3 +181,61 @@ def test_the_result_is_strict_json_with_every_prediction():
     text = json.dumps(found, allow_nan=False)
     points = json.loads(text)["points"]
     assert all(point["predicted"] == pytest.approx(point["loss"], rel=0.02) for point in points)
+
+
+# --- from run folders ------------------------------------------------------------------------------------------------
+
+
+def write_run(folder, *, width=16, loops=2, steps=10, loss=4.0, tokenizer="t", logged=None):
+    """A run of two core layers with a prelude, as training leaves it, at a loss of our choice."""
+    model = ModelConfig(
+        vocab_size=64, width=width, num_layers=2, num_loops=loops, prelude_layers=1, num_heads=2, max_length=8
+    )
+    config = Config(model=model, training=TrainingConfig(steps=steps, batch=4))
+    manifest = sample_manifest(["loopscope", "train"], 42)
+    manifest["data"] = {**manifest["data"], "tokenizer_sha256": tokenizer}
+    scores = [*[loss + 1.0] * (loops - 1), loss]
+    rows = [eval_row(steps if logged is None else logged, scores, [1.0] * loops)]
+    return write_sample(folder, config, metrics=rows, manifest=manifest)
+
+
+def read(*folders):
+    return [read_run(folder, folder.name) for folder in folders]
+
+
+def test_a_run_is_a_point_with_the_parameters_of_its_loop_apart(tmp_path):
+    (point,), told = points_of(read(write_run(tmp_path / "a")))
+    layer = 4 * 16 * 16 + 3 * 16 * 64 + 2 * 16  # attention, SwiGLU of four widths, two gains
+    assert told == [] and (point.loops, point.recurrent, point.tokens, point.loss) == (2, 2 * layer, 10 * 4 * 8, 4.0)
+    assert point.once == layer + 16, "the prelude and the gain of the readout; no embedding, positions or head"
+    assert point.depths == ((1, 5.0), (2, 4.0))
+
+
+def test_a_run_that_is_not_finished_is_left_out_with_a_sentence(tmp_path):
+    points, (told,) = points_of(read(write_run(tmp_path / "a"), write_run(tmp_path / "b", logged=5)))
+    assert len(points) == 1 and told.startswith("b is left out: at step 5 of 10")
+
+
+def test_losses_in_other_tokens_do_not_compare(tmp_path):
+    with pytest.raises(DataError, match="a and b were trained on other text, or in other tokens"):
+        points_of(read(write_run(tmp_path / "a"), write_run(tmp_path / "b", tokenizer="u")))
+
+
+def test_the_verb_reads_runs_fits_prints_and_writes(tmp_path, capsys):
+    for width in (16, 32, 64):
+        for loops in (1, 2, 4):
+            for steps in (10, 100, 1000):
+                name = f"w{width}-r{loops}-s{steps}"
+                asked = {"width": width, "loops": loops, "steps": steps}
+                (point,), _ = points_of(read(write_run(tmp_path / "first" / name, **asked)))
+                write_run(tmp_path / "runs" / name, **asked, loss=TRUE.loss([point])[0])
+    command = ["scaling", str(tmp_path / "runs"), "--out", str(tmp_path / "law"), "--starts", "200"]
+    assert main([*command, "--bootstraps", "20"]) == 0
+    told = capsys.readouterr().out
+    assert "φ = 0.46 [0.4" in told and "0 (fixed)" in told and "what the r-th loop is worth" in told
+    assert {path.name for path in (tmp_path / "law").iterdir()} == {"scaling.json", "scaling.svg", "scaling.pdf"}
+    assert json.loads((tmp_path / "law/scaling.json").read_text())["fit"]["phi"] == pytest.approx(0.46, abs=0.01)
+    assert main([*command, "--law", "parcae", "--bootstraps", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fit"]["phi"] == 1.0
+    assert main(["scaling", str(tmp_path / "runs" / "w16-r1-s10"), "--out", str(tmp_path / "law")]) == 2
+    assert "missing: 8 runs or more (1 here)" in capsys.readouterr().err

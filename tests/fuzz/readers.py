@@ -13,11 +13,12 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from atlas_samples import sample_atlas, write_atlas
 from checkpoints import OURO, ouro_tensors, save_folder, save_sharded
 from report_samples import write_reproduction, write_run
 
@@ -27,10 +28,13 @@ from loopscope.config import Config, DataConfig, TrainingConfig, config_to_dict,
 from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
 from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
+from loopscope.experiments.atlas_properties import atlas_tables
+from loopscope.experiments.atlas_record import collect
 from loopscope.experiments.claims import judge_all
 from loopscope.experiments.ledger import Ledger
 from loopscope.experiments.ouro_record import OuroRecord
 from loopscope.experiments.ouro_tables import ouro_tables
+from loopscope.experiments.probe import PARTS, has_probe, read_probe
 from loopscope.experiments.results import read_results
 from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.tables import all_tables, depths_csv
@@ -38,8 +42,9 @@ from loopscope.files import read_as
 from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
+from loopscope.report.atlas import render
 from loopscope.report.page import build_report
-from loopscope.runs import RunFolder
+from loopscope.runs import RunFolder, write_json
 from loopscope.targets import open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks
@@ -246,6 +251,39 @@ def results(folder: Path) -> list[str]:
 
 def tables_of_text(result: list[str], whole: list[str]) -> bool:
     return all(isinstance(table, str) and table for table in result)
+
+
+# --- atlases ---------------------------------------------------------------------------------------------------------
+
+
+def make_atlas(folder: Path) -> None:
+    """An atlas whose rows are gone, and a row with its probe."""
+    record = sample_atlas()
+    names = {design.name for design in record.designs[:2]}
+    entries = [entry for entry in record.entries if entry.design in names]
+    write_atlas(folder / "atlas", replace(record, designs=record.designs[:2], entries=entries))
+    write_json(folder / "probe.json", next(entry.probe for entry in entries if entry.probe).to_json())
+
+
+def atlas_page(folder: Path) -> str:
+    """As `atlas --rebuild` makes it."""
+    record = collect(folder / "atlas", ["paper-rmsnorm", "paper-layernorm"])
+    json.dumps(record.to_json(), allow_nan=False)
+    for table in atlas_tables(record):
+        table.markdown()
+    return render(record)
+
+
+def row_probe(folder: Path) -> tuple[Any, bool]:
+    found = read_probe(folder, {})
+    if found is not None:
+        json.dumps(found.to_json(), allow_nan=False)
+    return found, has_probe(folder, 300)
+
+
+def probed_or_open(result: tuple[Any, bool], whole: tuple[Any, bool]) -> bool:
+    """What counts as done has all its parts."""
+    return not result[1] or all(getattr(result[0], name) or name in result[0].problems for name in PARTS)
 
 
 # --- text and tokens -------------------------------------------------------------------------------------------------
@@ -461,6 +499,8 @@ def _readers() -> Iterable[Reader]:
     for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "eval", "audit", "halting", "manifest"))):
         yield Reader("claims and tables", f"grid/{file}", make_grid, results, tables_of_text)
     yield Reader("claims and tables", f"grid/rows/{ROW}/config.yaml", make_grid, results, tables_of_text)
+    yield Reader("page of an atlas", "atlas/atlas.json", make_atlas, atlas_page, is_a_page)
+    yield Reader("probe of a row", "probe.json", make_atlas, row_probe, probed_or_open)
     for file in ("a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.zst", "a.parquet"):
         yield Reader("text", file, make_texts, documents_of(file), texts)
     for file in ("manifest.json", "tokens-00000.bin", "token-bytes.bin", "byte-exceptions.bin"):

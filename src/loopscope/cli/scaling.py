@@ -76,7 +76,7 @@ examples:
         if self.json:
             print_json(**found.to_json())
             return EXIT_OK
-        print_tables(_fits_table(found), *([_worth_table(found)] if found.worth else []))
+        print_tables(_fits_table(found), *([_worth_table(found)] if found.is_told else []))
         print_words(found.summary)
         if found.test_time is not None:
             law = found.test_time

@@ -50,6 +50,9 @@ FEWEST_POINTS, FEWEST_BUDGETS = 8, 3
 WIDE = 1.0
 """An interval of φ from this width on reaches from a loop that is worth nothing to one that is worth a full one."""
 
+MOST_AT_BOUND = 0.05
+"""Share of bootstraps whose φ may run into its bounds: beyond, the bounds make the interval and not the runs."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -397,6 +400,13 @@ class Scaling:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def is_told(self) -> bool:
+        """Whether the interval of φ says anything: it is not wide, and no bound holds it."""
+        if self.phi_low is None or self.phi_high is None:
+            return False
+        return self.phi_high - self.phi_low < WIDE and self.at_bound <= MOST_AT_BOUND
+
+    @property
     def summary(self) -> str:
         """The law in words, its interval said plainly."""
         if self.phi_low is None or self.phi_high is None:
@@ -490,7 +500,7 @@ def _worth(phi: float, phi_W: Array, most: int) -> list[Worth]:
 
 def _notes(low: float, high: float, at_bound: float) -> list[str]:
     notes = []
-    if high - low >= WIDE or at_bound > 0.05:
+    if high - low >= WIDE or at_bound > MOST_AT_BOUND:
         notes.append(
             "That interval is too wide to say what a loop is worth: more sizes at every number of loops, or a wider "
             "range of them, would narrow it."
