@@ -118,8 +118,8 @@ def _exit_gate(record: OuroRecord) -> Table | None:
     ]
     rows.append(["mean loops", "", _shown(gate.expected_loops), "", *(_shown(t.mean_loops) for t in gate.thresholds)])
     note = (
-        f"{_count(gate.tokens)} tokens. λ: probability of leaving at a loop once there; p: of leaving there at all, the last "
-        "loop taking the rest; leave at q: share of tokens whose cumulative p first reaches q there"
+        f"{_count(gate.tokens)} tokens. λ: probability of leaving at a loop once there; p: of leaving there at all, "
+        "the last loop taking the rest; leave at q: share of tokens whose cumulative p first reaches q there"
     )
     return Table("exit_gate", "Exit gate", header, rows, note)
 
