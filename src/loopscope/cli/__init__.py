@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol, Union
+from typing import Any, ClassVar, Protocol
 
 import tyro
 
@@ -21,6 +21,7 @@ from loopscope.cli.atlas import Atlas
 from loopscope.cli.audit import Audit
 from loopscope.cli.calibrate import Calibrate
 from loopscope.cli.check import Check
+from loopscope.cli.completion import SHELLS, completion
 from loopscope.cli.configured import Configured
 from loopscope.cli.convert import Convert
 from loopscope.cli.env import Env
@@ -56,6 +57,8 @@ examples:
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
+
+loopscope --version; loopscope --completion bash|zsh|fish prints a script that completes commands and flags
 
 exit codes: 0 clean, 1 findings, 2 your mistake, 70 a bug of ours, 130 interrupted"""
 
@@ -184,12 +187,14 @@ def parse(argv: Sequence[str]) -> Verb:
         return Shown(_top_help())
     if name == "--version":
         return Shown(f"loopscope {own_version()}")
-    if name.startswith("--tyro-"):  # shell completion, which tyro writes for all verbs at once
-        every: Any = Union[tuple(Annotated[verb, tyro.conf.subcommand(n)] for n, verb in VERBS.items())]  # noqa: UP007
-        return tyro.cli(every, prog="loopscope", args=list(argv), config=(tyro.conf.OmitArgPrefixes,))
+    if name == "--completion":
+        shell = arguments[0] if len(arguments) == 1 else ""
+        if shell not in SHELLS:
+            raise ConfigError.of("completion", " ".join(arguments), f"expected one of {', '.join(SHELLS)}")
+        return Shown(completion(shell, COMMANDS))
     if name not in VERBS:
         kind = "flag" if name.startswith("-") else "command"
-        known = ("--help", "--version") if kind == "flag" else VERBS
+        known = ("--help", "--version", "--completion") if kind == "flag" else VERBS
         raise ConfigError(f"unknown {kind} {name!r}; {suggest(name, known)}; see loopscope --help")
     seconds = [command.split()[1] for command in COMMANDS if command.startswith(f"{name} ")]
     if seconds and arguments and not arguments[0].startswith("-"):
