@@ -244,6 +244,14 @@ class LoopscopeForCausalLM(PreTrainedModel, GenerationMixin):
         """Modules that are one are one whatever tie_word_embeddings says."""
         return dict(self._tied_weights_keys)
 
+    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+        """A tensor with two names is there if it was loaded under one of them, and missing if under none."""
+        loading_info.missing_keys = {
+            key
+            for key in loading_info.missing_keys
+            if not getattr(self.get_parameter_or_buffer(key), "_is_hf_initialized", False)
+        }
+
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: our model is initialised when it is built."""
 
