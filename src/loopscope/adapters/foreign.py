@@ -289,9 +289,8 @@ def fill(foreign: Foreign, weights: Weights, dtype: torch.dtype | None = torch.f
     for ours in (*foreign.layout, *foreign.given):
         home, _, leaf = ours.rpartition(".")
         empty = foreign.network.get_parameter(ours)
-        tensor = (
-            foreign.given[ours].to(dtype) if ours in foreign.given else weights.stacked(foreign.layout[ours], dtype)
-        )
+        given = foreign.given.get(ours)
+        tensor = weights.stacked(foreign.layout[ours], dtype) if given is None else given.to(dtype, copy=True)
         filled = nn.Parameter(tensor.view(empty.shape), requires_grad=empty.requires_grad)
         setattr(foreign.network.get_submodule(home), leaf, filled)
     assert not any(parameter.is_meta for parameter in foreign.network.parameters()), "the layout forgets a parameter"
