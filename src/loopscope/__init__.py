@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from loopscope.verbs.audits import audit
     from loopscope.verbs.calibration import Calibration, calibrate
     from loopscope.verbs.checks import check
+    from loopscope.verbs.conversion import Converted, convert
     from loopscope.verbs.evaluation import evaluate
     from loopscope.verbs.generation import Generated, generate
     from loopscope.verbs.pushes import push
@@ -93,6 +94,7 @@ _HOME = {
     "loopscope.verbs.audits": ("audit",),
     "loopscope.verbs.checks": ("check",),
     "loopscope.verbs.calibration": ("Calibration", "calibrate"),
+    "loopscope.verbs.conversion": ("Converted", "convert"),
     "loopscope.verbs.evaluation": ("evaluate",),
     "loopscope.verbs.generation": ("Generated", "generate"),
     "loopscope.verbs.pushes": ("push",),
@@ -107,6 +109,7 @@ __all__ = [
     "Cached",
     "Calibration",
     "Config",
+    "Converted",
     "DeclaredVisibility",
     "ExitGate",
     "Generated",
@@ -141,6 +144,7 @@ __all__ = [
     "calibrate",
     "check",
     "clamped",
+    "convert",
     "evaluate",
     "generate",
     "load",

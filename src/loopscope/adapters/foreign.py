@@ -40,7 +40,7 @@ _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 Shape = tuple[int, ...]
 Layout = dict[str, dict[str, Shape]]
-"""Our parameter → their tensors, with shapes, whose rows stacked in this order make it."""
+"""Our parameter or buffer → their tensors, with shapes, whose rows stacked in this order make it."""
 
 
 class FieldError(ConfigError):
@@ -72,6 +72,8 @@ class Foreign:
     """What a reader of its audit should know."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a text."""
+    step: int | None = None
+    """Training steps behind the weights, where the folder says so."""
 
     @cached_property
     def model(self) -> LoopedModel:
@@ -242,8 +244,11 @@ class Weights:
 
     def stacked(self, names: Mapping[str, Shape], dtype: torch.dtype) -> Tensor:
         """Tensors of these names on top of each other; one alone that has the dtype stays a view of its file."""
-        if len(names) == 1 and self._stored(name := next(iter(names))) == dtype:
+        name = next(iter(names))
+        if len(names) == 1 and self._stored(name) == dtype:
             return self._tensor(self._opened[self._home[name]], name)
+        if len(names) == 1:
+            return self._tensor(_open(self._home[name]), name).to(dtype)
         rows = sum(shape[0] for shape in names.values())
         whole = torch.empty(rows, *next(iter(names.values()))[1:], dtype=dtype)
         for name, part in zip(names, whole.split([shape[0] for shape in names.values()]), strict=True):
@@ -288,12 +293,13 @@ def fill(foreign: Foreign, weights: Weights, dtype: torch.dtype | None = torch.f
             )
     for ours in (*foreign.layout, *foreign.given):
         home, _, leaf = ours.rpartition(".")
-        empty = foreign.network.get_parameter(ours)
-        given = foreign.given.get(ours)
+        module, given = foreign.network.get_submodule(home), foreign.given.get(ours)
+        empty = getattr(module, leaf)
         tensor = weights.stacked(foreign.layout[ours], dtype) if given is None else given.to(dtype, copy=True)
-        filled = nn.Parameter(tensor.view(empty.shape), requires_grad=empty.requires_grad)
-        setattr(foreign.network.get_submodule(home), leaf, filled)
-    assert not any(parameter.is_meta for parameter in foreign.network.parameters()), "the layout forgets a parameter"
+        tensor = tensor.view(empty.shape)
+        is_learned = isinstance(empty, nn.Parameter)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=empty.requires_grad) if is_learned else tensor)
+    assert not any(tensor.is_meta for tensor in foreign.network.state_dict().values()), "the layout forgets a tensor"
     foreign.network.eval()
 
 
@@ -301,7 +307,8 @@ def tensors_of(network: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """The model's parameters under their names and in their shapes: what `fill` has read."""
     tensors: dict[str, Tensor] = {}
     for ours, theirs in layout.items():
-        parameter = network.get_parameter(ours).detach()
+        home, _, leaf = ours.rpartition(".")
+        parameter = getattr(network.get_submodule(home), leaf).detach()
         if len(theirs) == 1:
             tensors |= {name: parameter.reshape(shape) for name, shape in theirs.items()}
         else:

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from loopscope.adapters import hrm_text, huginn, ouro, paper, parcae, retrofit
+from loopscope.adapters import hrm_text, huginn, native, ouro, paper, parcae, retrofit
 from loopscope.adapters.foreign import CONFIG_FILE, INDEX_FILE, Fields, Foreign, Weights, fill, read_json, tensors_of
+from loopscope.data.tokenizers import COMPANIONS, TOKENIZER_FILE
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.words import LOOPED, Retrofit, split_word
 
@@ -28,9 +29,10 @@ ADAPTERS: dict[str, Callable[[Fields], Foreign]] = {
     "huginn_raven": huginn.described,
     "parcae": parcae.described,
     paper.MODEL_TYPE: paper.described,
+    native.MODEL_TYPE: native.described,
 }
 
-FETCHED = (CONFIG_FILE, "*.safetensors", INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
+FETCHED = (CONFIG_FILE, "*.safetensors", INDEX_FILE, TOKENIZER_FILE, *COMPANIONS)
 """Files of a hub's repository that are of any use here."""
 
 
