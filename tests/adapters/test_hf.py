@@ -88,7 +88,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
 def test_pickled_weights_are_never_opened(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(OURO))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(OURO))
-    with pytest.raises(RunError, match="pickled weights are never opened, loopscope convert"):
+    with pytest.raises(RunError, match="pickled weights are never opened, loopscope convert --from-pickle"):
         open_folder(tmp_path)
 
 

@@ -24,6 +24,7 @@ from loopscope.config import ModelConfig, ObjectiveConfig
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import open_file, read_text
 from loopscope.protocol import LoopedModel
+from loopscope.words import PICKLED
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -366,8 +367,12 @@ def _files(folder: Path) -> list[Path]:
         return _indexed(index)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        pickles = any(path.suffix in (".bin", ".pt", ".pth", ".ckpt") for path in folder.iterdir())
-        why = "; pickled weights are never opened, loopscope convert makes safetensors of them" if pickles else ""
+        pickles = any(path.suffix in PICKLED for path in folder.iterdir())
+        why = (
+            "; pickled weights are never opened, loopscope convert --from-pickle makes safetensors of them"
+            if pickles
+            else ""
+        )
         raise RunError(f"{folder} has no .safetensors file{why}")
     if len(files) > 1:
         raise RunError(f"{folder} has {len(files)} .safetensors files and no {INDEX_FILE} to say which belong together")
