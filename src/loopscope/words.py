@@ -16,6 +16,8 @@ from loopscope.presets import preset
 WORDS = "a run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration file or "
 WORDS += "package.module:factory"
 HF_CONFIG_FILE = "config.json"
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+"""Endings of checkpoints that are pickles."""
 LOOPED = "FOLDER,loop-layers=4..12,num-loops=4"
 """How an ordinary model is named to be opened as a looped one."""
 
@@ -103,6 +105,8 @@ def check_word(word: str) -> None:
         _check_folder(path)
     elif path.suffix in (".yaml", ".yml"):
         load_config(path)
+    elif path.suffix in PICKLED and path.is_file():
+        raise RunError(f"{word} is a pickle, which is never opened; loopscope convert {word} out/ --from-pickle")
     elif ":" not in word:
         raise RunError(
             f"{word} is not {WORDS}; loopscope train makes a run, loopscope audit preset:nano audits a design"

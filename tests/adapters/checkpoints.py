@@ -239,3 +239,20 @@ def save_hrm(folder: Path, **changes: Any) -> tuple[Path, Any]:
         torch.nn.init.normal_(network.model.z_L_init)
     network.save_pretrained(folder)
     return folder, network
+
+
+def save_llama(folder: Path, kind: str = "Llama", **changes: Any) -> Any:
+    """A small random folder of an ordinary model as transformers writes it, with gains that are not 1; its network."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
+    ids = {"eos_token_id": 7, "bos_token_id": 1, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **heads, **ids, **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                parameter.normal_(1 if "norm" in name else 0, 0.3)
+    network.save_pretrained(folder)
+    return network

@@ -57,8 +57,8 @@ def hrm(tmp_path):
         ("{model_type: ouro", "config.json is not JSON"),
         ("[" * 100_000, "config.json is not JSON"),
         ("[1, 2]", "config.json holds not a JSON object but a list"),
-        ("{}", "config.json has no model_type; known: hrm_text, huginn_raven, loopscope, ouro"),
-        ('{"model_type": "gpt2"}', "model type 'gpt2' has no adapter (known: hrm_text, huginn_raven, loopscope, ouro"),
+        ("{}", "config.json has no model_type; known: hrm_text, huginn_raven"),
+        ('{"model_type": "gpt2"}', "model type 'gpt2' has no adapter (known: hrm_text, huginn_raven"),
         ('{"model_type": "llama"}', "holds an ordinary model of type 'llama', without loops; open it as FOLDER,loop-"),
         ('{"model_type": ["ouro"]}', "model type ['ouro'] has no adapter"),
         ('{"model_type": "ouro"}', "hidden_act = None is not supported"),
@@ -88,7 +88,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
 def test_pickled_weights_are_never_opened(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(OURO))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(OURO))
-    with pytest.raises(RunError, match="pickled weights are never opened, loopscope convert"):
+    with pytest.raises(RunError, match="pickled weights are never opened, loopscope convert --from-pickle"):
         open_folder(tmp_path)
 
 

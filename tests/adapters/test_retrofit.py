@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from checkpoints import save_llama
 from safetensors.torch import load_file
 
 from loopscope.adapters.hf import open_folder, save_folder
@@ -17,52 +18,25 @@ from loopscope.words import Retrofit, check_word, split_word
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-    "eos_token_id": 7,
-    "bos_token_id": 1,
-    "pad_token_id": 0,
-}
-LLAMA = ("Llama", {})
-QWEN = ("Qwen3", {"head_dim": 8})
 KINDS = {
-    "llama": LLAMA,
+    "llama": ("Llama", {}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 5e5}),
     "llama, heads of their own width": ("Llama", {"head_dim": 6}),
-    "qwen3": QWEN,
+    "qwen3": ("Qwen3", {"head_dim": 8}),
     "qwen3, tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 
 
-def ordinary(folder, kind: str, changes: dict):
-    """A small random folder as transformers writes it, with gains that are not 1; and its network."""
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-        with torch.no_grad():
-            for name, parameter in network.named_parameters():
-                parameter.normal_(1 if "norm" in name else 0, 0.3)
-    network.save_pretrained(folder)
-    return network
-
-
 @pytest.fixture
 def llama(tmp_path):
-    ordinary(tmp_path / "llama", *LLAMA)
+    save_llama(tmp_path / "llama")
     return tmp_path / "llama"
 
 
 @pytest.mark.parametrize("adapter", ["", ",adapter"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_one_loop_it_is_the_ordinary_model(tmp_path, kind, adapter):
-    network = ordinary(tmp_path, *KINDS[kind])
+    network = save_llama(tmp_path, KINDS[kind][0], **KINDS[kind][1])
     opened = open_target(f"{tmp_path},loop-layers=1..3,num-loops=1{adapter}")
     ids_BT = torch.randint(300, (2, 11), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -76,7 +50,7 @@ def test_with_one_loop_it_is_the_ordinary_model(tmp_path, kind, adapter):
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_n_loops_are_the_ordinary_model_with_its_middle_layers_repeated(tmp_path, kind):
     """layers 0, 1–2 four times over, 4–5; layer 3 is dropped."""
-    network = ordinary(tmp_path, *KINDS[kind])
+    network = save_llama(tmp_path, KINDS[kind][0], **KINDS[kind][1])
     layers = network.model.layers
     ids_BT = torch.arange(12)[None]
     model = open_target(f"{tmp_path},loop-layers=1..2,num-loops=4,drop-layers=3").model
@@ -148,7 +122,7 @@ def test_a_word_that_does_not_fit_is_told_in_a_sentence(llama, options, sentence
 
 def test_a_comma_in_a_path_is_a_comma_in_a_path(tmp_path):
     folder = tmp_path / "a,b"
-    ordinary(folder, *LLAMA)
+    save_llama(folder)
     assert split_word(str(folder)) == (str(folder), None)
     assert split_word(f"{folder},num-loops=2,loop-layers=1") == (
         str(folder),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,7 @@ from loopscope.config import ModelConfig, ObjectiveConfig
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import open_file, read_text
 from loopscope.protocol import LoopedModel
+from loopscope.words import PICKLED
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,7 +41,7 @@ _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 Shape = tuple[int, ...]
 Layout = dict[str, dict[str, Shape]]
-"""Our parameter → their tensors, with shapes, whose rows stacked in this order make it."""
+"""Our parameter or buffer → their tensors, with shapes, whose rows stacked in this order make it."""
 
 
 class FieldError(ConfigError):
@@ -244,16 +245,14 @@ class Weights:
 
     def stacked(self, names: Mapping[str, Shape], dtype: torch.dtype) -> Tensor:
         """Tensors of these names on top of each other; one alone that has the dtype stays a view of its file."""
-        if len(names) == 1 and self._stored(name := next(iter(names))) == dtype:
+        name = next(iter(names))
+        if len(names) == 1 and self._stored(name) == dtype:
             return self._tensor(self._opened[self._home[name]], name)
-        shapes = list(names.values())
-        if len(shapes) == 1:  # perhaps a scalar, which has no rows
-            whole = torch.empty(shapes[0], dtype=dtype)
-            parts: Sequence[Tensor] = [whole]
-        else:
-            whole = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype)
-            parts = whole.split([shape[0] for shape in shapes])
-        for name, part in zip(names, parts, strict=True):
+        if len(names) == 1:
+            return self._tensor(_open(self._home[name]), name).to(dtype)
+        rows = sum(shape[0] for shape in names.values())
+        whole = torch.empty(rows, *next(iter(names.values()))[1:], dtype=dtype)
+        for name, part in zip(names, whole.split([shape[0] for shape in names.values()]), strict=True):
             self._stored(name)
             # A mapping of its own, which goes once it is copied: of what is in memory twice, there is never more.
             part.copy_(self._tensor(_open(self._home[name]), name))
@@ -295,15 +294,13 @@ def fill(foreign: Foreign, weights: Weights, dtype: torch.dtype | None = torch.f
             )
     for ours in (*foreign.layout, *foreign.given):
         home, _, leaf = ours.rpartition(".")
-        module = foreign.network.get_submodule(home)
-        empty: Tensor = getattr(module, leaf)
-        tensor = (
-            foreign.given[ours].to(dtype) if ours in foreign.given else weights.stacked(foreign.layout[ours], dtype)
-        ).view(empty.shape)
-        is_parameter = isinstance(empty, nn.Parameter)
-        setattr(module, leaf, nn.Parameter(tensor, requires_grad=empty.requires_grad) if is_parameter else tensor)
-    left = (*foreign.network.parameters(), *foreign.network.buffers())
-    assert not any(tensor.is_meta for tensor in left), "the layout forgets a tensor"
+        module, given = foreign.network.get_submodule(home), foreign.given.get(ours)
+        empty = getattr(module, leaf)
+        tensor = weights.stacked(foreign.layout[ours], dtype) if given is None else given.to(dtype, copy=True)
+        tensor = tensor.view(empty.shape)
+        is_learned = isinstance(empty, nn.Parameter)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=empty.requires_grad) if is_learned else tensor)
+    assert not any(tensor.is_meta for tensor in foreign.network.state_dict().values()), "the layout forgets a tensor"
     foreign.network.eval()
 
 
@@ -312,11 +309,11 @@ def tensors_of(network: nn.Module, layout: Layout) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for ours, theirs in layout.items():
         home, _, leaf = ours.rpartition(".")
-        tensor = getattr(network.get_submodule(home), leaf).detach()
+        parameter = getattr(network.get_submodule(home), leaf).detach()
         if len(theirs) == 1:
-            tensors |= {name: tensor.reshape(shape) for name, shape in theirs.items()}
+            tensors |= {name: parameter.reshape(shape) for name, shape in theirs.items()}
         else:
-            parts = tensor.split([shape[0] for shape in theirs.values()])
+            parts = parameter.split([shape[0] for shape in theirs.values()])
             tensors |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
     return tensors
 
@@ -370,8 +367,12 @@ def _files(folder: Path) -> list[Path]:
         return _indexed(index)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        pickles = any(path.suffix in (".bin", ".pt", ".pth", ".ckpt") for path in folder.iterdir())
-        why = "; pickled weights are never opened, loopscope convert makes safetensors of them" if pickles else ""
+        pickles = any(path.suffix in PICKLED for path in folder.iterdir())
+        why = (
+            "; pickled weights are never opened, loopscope convert --from-pickle makes safetensors of them"
+            if pickles
+            else ""
+        )
         raise RunError(f"{folder} has no .safetensors file{why}")
     if len(files) > 1:
         raise RunError(f"{folder} has {len(files)} .safetensors files and no {INDEX_FILE} to say which belong together")

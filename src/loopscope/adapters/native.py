@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout
+from loopscope.adapters.foreign import FieldError, Fields, Foreign
 from loopscope.config import MOST_LOOPS, Config, ModelConfig, config_from_dict, config_to_dict
 from loopscope.model.looped_lm import LoopedLM, build
 
@@ -95,25 +94,19 @@ def described(fields: Fields) -> Foreign:
     source = str(fields.path)
     config = config_of(fields.values, source)
     design = config.design("an exported folder")
+    model = build(design, device="meta")
     depth = num_loops_of(fields.values, design, source)
     other = f"config.json asks for {depth} loops; it was trained at {design.num_loops}, which is what is meant here"
     step = fields.get("step")
     return Foreign(
-        make=partial(build, design, device="meta"),
+        make=lambda: model,
         vocab_size=design.vocab_size,
         max_length=design.max_length,
         objective=config.objective,
-        layout=layout(design),
+        layout={name: {PREFIX + name: tuple(tensor.shape)} for name, tensor in own_tensors(model).items()},
         notes=() if depth == design.num_loops else (other,),
         step=step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None,
     )
-
-
-def layout(design: ModelConfig) -> Layout:
-    """Every tensor under its own name."""
-    return {
-        name: {PREFIX + name: tuple(tensor.shape)} for name, tensor in own_tensors(build(design, device="meta")).items()
-    }
 
 
 def own_tensors(model: LoopedLM) -> dict[str, Tensor]:
