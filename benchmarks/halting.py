@@ -137,8 +137,9 @@ def exits_by_steps(opened: Opened, halting: Halting) -> dict[int, tuple[int, flo
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     """Spearman's, of values without ties."""
-    ranks = np.stack([np.argsort(np.argsort(values)) for values in (left, right)])
-    return float(np.corrcoef(ranks)[0, 1])
+    ours, theirs = (np.argsort(np.argsort(values)).astype(float) for values in (left, right))
+    ours, theirs = ours - ours.mean(), theirs - theirs.mean()
+    return float(ours @ theirs / np.sqrt((ours @ ours) * (theirs @ theirs)))
 
 
 def steps(opened: Opened, found: Calibration, targets: Targets) -> None:
