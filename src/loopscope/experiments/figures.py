@@ -316,7 +316,7 @@ def gates(view: View) -> Figure | None:
     size.axhline(SATURATED_LOGIT, color="0.5", linewidth=0.8)
     for axis in (size.xaxis, size.yaxis):
         _plain(axis)
-    size.set_xlabel("norm ‖h_k‖, loops 1 … 2K")
+    size.set_xlabel(f"norm ‖h_k‖, loops 1 … {ROLLOUT}")
     size.set_ylabel("mean |logit| of the gate")
     size.set_title("a gate on h (solid) and on norm(h) (dotted)")
     saving.axhline(0, color="0.5", linewidth=0.8)

@@ -29,7 +29,9 @@ SPLIT: Split = "valid"
 UNITS = 200
 """Most units: about 100,000 tokens, half of which calibrate."""
 GATE_TOKENS = 16_384
-"""Training tokens whose states a gate is trained on; half as many of validation text show what became of it."""
+"""Training tokens whose states a gate is trained on; a quarter as many of validation text show what became of it."""
+WATCHED = 30
+"""Loops over which a gate is watched, as many as the audit's rollout has."""
 ROWS = 16
 """Windows that are run at a time."""
 
@@ -80,10 +82,9 @@ def _calibrated(opened: Opened, rules: Sequence[str | Rule], say: Say) -> Calibr
 
 
 def _gates(opened: Opened, say: Say) -> list[Gate]:
-    """The same gate on h and on norm(h), watched over twice the loops it was trained on."""
-    model, depth = opened.model, opened.model.num_loops
-    seen = examples(model, _text(opened, "train", GATE_TOKENS, say))
-    unseen = examples(model, _text(opened, SPLIT, GATE_TOKENS // 2, say), loops=2 * depth)
+    """The same gate on h and on norm(h), watched far beyond the loops it was trained on."""
+    seen = examples(opened.model, _text(opened, "train", GATE_TOKENS, say))
+    unseen = examples(opened.model, _text(opened, SPLIT, GATE_TOKENS // 4, say), loops=WATCHED)
     made = [fit_gate(seen, reads) for reads in READS]
     say("trained gates on h and on norm(h)")
     gates = []

@@ -261,17 +261,17 @@ def gates(groups: Sequence[Group]) -> Chart:
     """How large the logits of a linear exit gate get where the state is long, and what halting saves."""
     lines, rows = [], []
     calibrated = [(group, run, run.halting) for group, run in each_run(groups) if run.halting]
-    deepest = max((len(gate.loops) for _, _, found in calibrated for gate in found.gates), default=0)
     for group, run, found in calibrated:
-        told = (found.mean_loops, found.fixed_depth, found.saved, *[None] * deepest)
+        told = (found.mean_loops, found.fixed_depth, found.saved, None, None, None)
         rows.append([" · ".join((group.label, run.name, f"rule {found.rule}")), *map(plain, told)])
         for gate in found.gates:
             points = [(loop.norm, loop.logit) for loop in gate.loops if loop.norm]
             lines.append(Line(group, run, [x for x, _ in points], [y for _, y in points], f"gate on {gate.reads}"))
-            logits = [*(loop.logit for loop in gate.loops), *[None] * (deepest - len(gate.loops))]
+            by_loop = {loop.k: loop.logit for loop in gate.loops}
+            logits = [by_loop.get(1), by_loop.get(run.num_loops), points[-1][1] if points else None]
             rows.append([lines[-1].label, *map(plain, (gate.mean_loops, gate.fixed_depth, gate.saved, *logits))])
     x, y = Axis("norm ‖h_k‖ of the state", "log"), Axis("mean |logit| of the gate", "log", shows=(1.0,))
-    header = ["run", "loops", "fixed depth", "saved beyond it", *(f"|logit|, loop {k + 1}" for k in range(deepest))]
+    header = ["run", "loops", "fixed depth", "saved beyond it", "|logit|, loop 1", "loop K", "the last watched"]
     return Chart(
         name="gates",
         title="Exit gates: how sure they are where the state is long",
