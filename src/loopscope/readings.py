@@ -178,6 +178,35 @@ class CalibratedHalting:
 
 
 @dataclass(frozen=True)
+class Certified:
+    """A halting rule as far as its cost is certified; on test text."""
+
+    rule: str
+    threshold: float | None
+    mean_loops: float | None
+    ppl_increase: float | None
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """calibration.json as far as it can be read."""
+
+    step: int | None
+    max_ppl_increase: float | None
+    confidence: float | None
+    fill: str
+    rules: list[Certified]
+    """The smallest certified fixed depth first."""
+
+    @classmethod
+    def from_json(cls, part: Part) -> Self:
+        """What can be read of it; rules of which nothing is certified are left out."""
+        rows = [row.as_a(Certified) for row in (part.part("fixed"), *part.parts("certificates"))]
+        return part.as_a(cls, rules=[row for row in rows if row.mean_loops is not None])
+
+
+@dataclass(frozen=True)
 class Variable:
     """The verdict on one variable of the state."""
 
@@ -473,6 +502,8 @@ class Run:
     row: RowRecord | None
     """Where it is a row of a grid."""
     problems: Problems
+    calibrated: Calibrated | None = None
+    """What `loopscope calibrate` left there."""
 
     def setting(self, section: str, name: str) -> Any:
         """A value of the configuration, or None."""
@@ -631,6 +662,7 @@ def read_run(folder: Path, name: str) -> Run:
         halting=read_as(folder / "halting.json", CalibratedHalting.from_json, problems),
         row=read_as(folder / "row.json", RowRecord.from_json, problems),
         problems=problems,
+        calibrated=read_as(folder / "calibration.json", Calibrated.from_json, problems),
     )
 
 

@@ -109,6 +109,10 @@ def make_run(folder: Path) -> None:
     bytes_tokenizer().save(run / "tokenizer")
     (run / "row.json").write_text(json.dumps({"schema_version": 1, "name": "x", "state": "finished", "seed": 42}))
     (run / "log.txt").write_text("a line\nanother\n")
+    certificate = {"rule": "margin", "threshold": 2.5, "mean_loops": 1.25, "ppl_increase": -0.01}
+    calibration = {"max_ppl_increase": 0.01, "confidence": 0.95, "fill": "copy", "certificates": [certificate]}
+    calibration["fixed"] = {**certificate, "rule": "fixed", "threshold": 2.0, "mean_loops": 2.0}
+    (run / "calibration.json").write_text(json.dumps({"schema_version": 1, **calibration}))
 
 
 def _optimizers(model: Any) -> Optimizers:
@@ -488,7 +492,7 @@ def _readers() -> Iterable[Reader]:
     for file in (f"{STEP}/state.json", shard_of()):
         yield Reader("resume of shards, forged", f"run/{file}", make_sharded, resume, same_form, correct_sums)
     results = ("eval.json", "audit.json", "halting.json")
-    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "row.json", *results):
+    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "row.json", "calibration.json", *results):
         yield Reader("page", f"run/{file}", make_run, page, is_a_page)
     yield Reader("metrics", "run/metrics.jsonl", make_run, metrics, metrics_kept)
     for file in ("metrics.jsonl", "row.json", "log.txt", *results):

@@ -664,6 +664,22 @@ def test_policies_that_were_evaluated_stand_beside_the_fixed_depths_of_their_run
     assert depths["y"] == data_of(page)["charts"]["frontier"]["traces"][0]["y"]
 
 
+def test_rules_that_are_certified_at_the_same_bound_are_drawn_with_the_bound(tmp_path):
+    folder = write_run(tmp_path / "run")
+    rules = [
+        {"rule": "fixed", "threshold": 3.0, "mean_loops": 3.0, "ppl_increase": 0.002},
+        {"rule": "kl", "threshold": -0.1, "mean_loops": 2.5, "ppl_increase": 0.008},
+        {"rule": "gate", "threshold": None, "mean_loops": None, "ppl_increase": None},
+    ]
+    found = {"schema_version": 1, "max_ppl_increase": 0.01, "confidence": 0.95, "fixed": rules[0]}
+    (folder / "calibration.json").write_text(json.dumps({**found, "certificates": rules[1:]}))
+    page = build_report([folder]).html
+    chart = data_of(page)["charts"]["certified"]
+    assert [(trace["x"], trace["y"]) for trace in chart["traces"]] == [([3.0], [0.2]), ([2.5], [0.8])]
+    assert "allowed" in str(chart["layout"])
+    assert "no halting rule was certified" in build_report([write_run(tmp_path / "other")]).html
+
+
 def test_depths_that_were_timed_are_drawn_as_quality_against_the_speed_of_decoding(tmp_path):
     folder = write_run(tmp_path / "timed")
     rates = {1: 400.0, 2: 200.0, 4: 100.0}

@@ -103,6 +103,11 @@ examples:
         if best is not None and self.out is not None:
             write_json(Path(self.out), to_policy(found, best))
             say(f"the policy is in {self.out}")
+        try:  # what was found is printed whether or not it can be kept
+            if (path := found.keep()) is not None:
+                say(f"what was found is in {path}")
+        except OSError as error:
+            say(f"what was found is not kept in calibration.json: {error.strerror}")
         if self.json:
             print_json(**found.to_json())
         else:
@@ -195,7 +200,7 @@ def _sentences(found: Calibration) -> list[str]:
         lines.append(f"it saves {saved:.2f} loops a token beyond the smallest certified fixed depth: that is adaptive")
     else:
         lines.append(
-            f"it saves nothing beyond the smallest certified fixed depth ({found.fixed.threshold:.0f} loops): the "
+            f"it saves nothing beyond the smallest certified fixed depth (loop {found.fixed.threshold:.0f}): the "
             "prediction does not depend on further loops, and no rule is needed to leave them out"
         )
     if found.verify:

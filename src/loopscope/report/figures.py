@@ -53,6 +53,7 @@ NEEDS_AUDIT = "no run has been audited; loopscope audit RUN writes audit.json in
 NEEDS_EVAL = "no run has been evaluated on validation text yet."
 NEEDS_SPEED = "no run has been timed; loopscope eval RUN --speed leaves its timings in eval.json."
 NEEDS_HALTING = "no row has been calibrated; loopscope reproduce calibrates every row whose exits are trained."
+NEEDS_CALIBRATION = "no halting rule was certified; loopscope calibrate RUN --rule all leaves what it finds in the run."
 NEEDS_POLICIES = (
     "no halting policy was evaluated; loopscope eval RUN --policies policy.json leaves its point in eval.json."
 )
@@ -259,6 +260,33 @@ def halting(groups: Sequence[Group]) -> Chart:
         table=Table(["run", "rule", "threshold", "loops a token", name, "tokens per second"], rows),
         missing=NEEDS_POLICIES,
         note=note,
+    )
+
+
+def certified(groups: Sequence[Group]) -> Chart:
+    """Halting rules whose cost is certified at the same bound: what each saves, and what it costs on test text."""
+    marks, rows, bounds = [], [], set()
+    for group, run in each_run(groups):
+        found = run.calibrated
+        for each in [] if found is None else found.rules:
+            if each.mean_loops is not None and each.ppl_increase is not None and found is not None:
+                marks.append(Line(group, run, [each.mean_loops], [100 * each.ppl_increase], each.rule))
+                bounds.add((found.max_ppl_increase, found.confidence))
+                figures = (each.threshold, each.mean_loops, each.ppl_increase, each.tokens_per_second)
+                rows.append([marks[-1].label, *map(plain, figures)])
+    x, y = Axis("loops a token"), Axis("increase of perplexity, %")
+    promised = [bound for bound, _ in bounds if bound is not None]
+    levels = [level(y, 100 * promised[0], "allowed")] if len(bounds) == 1 and promised else []
+    return Chart(
+        name="certified",
+        title="Halting rules at the same bound",
+        look="Look at how far a rule's mark lies to the left of the one of fixed depth: that is what leaving at a loop "
+        "of one's own saves beyond all leaving at the same one.",
+        traces=line_traces(marks, x, y, mode="markers"),
+        layout=layout(x, y, marks, *levels),
+        table=Table(["run", "threshold", "loops a token", "increase of perplexity", "tokens per second"], rows),
+        missing=NEEDS_CALIBRATION,
+        note="The promise is about the true mean; a mean over test text is a measurement, and may lie above it.",
     )
 
 

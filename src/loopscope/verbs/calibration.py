@@ -53,6 +53,7 @@ from loopscope.inference.speed import DECODE, time_depths
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import Cached, ExitGate, LoopedModel, ProjectedKeys, run_loops
 from loopscope.readings import Audit
+from loopscope.runs import write_json
 from loopscope.scores import HALVED
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.text import Say, with_tokenizer
@@ -67,6 +68,8 @@ ALIKE = 0.05
 TIMED_TOKENS = 32
 """Tokens that are decoded in each round of timing."""
 FULL_DEPTH = "full depth"
+CALIBRATION_VERSION = 1
+"""Of calibration.json."""
 
 OnProgress = Callable[[str, float], None]
 
@@ -162,8 +165,12 @@ class Calibration:
     """Of those, how many may fail by chance."""
     width: int | None = None
     """Of the state."""
+    step: int | None = None
+    """Training steps behind the weights; None where they are not known."""
     probe: Probe | None = field(default=None, repr=False)
     """The probe that was fitted, where that rule was asked for."""
+    run: Path | None = field(default=None, repr=False)
+    """The run folder that stands at these weights, where it may keep what was found."""
 
     @property
     def best(self) -> Certificate | None:
@@ -182,9 +189,17 @@ class Calibration:
             return None
         return self.fixed.mean_loops - certificate.mean_loops
 
+    def keep(self) -> Path | None:
+        """Leave it in the calibration.json of the run, for reports, and say where; None where there is no such run."""
+        if self.run is None:
+            return None
+        write_json(self.run / "calibration.json", {"schema_version": CALIBRATION_VERSION, **self.to_json()})
+        return self.run / "calibration.json"
+
     def to_json(self) -> dict[str, Any]:
         """What --json prints; the weights of a probe are in its policy alone."""
-        plain = {name: value for name, value in asdict(replace(self, probe=None)).items() if name != "probe"}
+        plain = asdict(replace(self, probe=None, run=None))
+        plain = {name: value for name, value in plain.items() if name not in ("probe", "run")}
         return {**plain, "saved": [self.saved_beyond_fixed(each) for each in self.certificates]}
 
 
@@ -284,8 +299,16 @@ def calibrate(
         verify=verify,
         failures_allowed=allowed,
         width=session.width,
+        step=opened.step,
         probe=probe,
+        run=_keeping(opened),
     )
+
+
+def _keeping(opened: Opened) -> Path | None:
+    """The folder that may keep a calibration: a run's, of what it stands at, and not a row of a grid."""
+    run = opened.run
+    return run.path if run is not None and opened.is_newest and not (run.path / "row.json").exists() else None
 
 
 def _notes(text: UnitText, session: _Session, rules: Sequence[Rule], ratio: float, whose: str) -> Iterator[str]:
