@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from loopscope.experiments.ledger import Ledger
 from loopscope.experiments.results import read_results
 from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.tables import all_tables, depths_csv
-from loopscope.inference.halting import RULES, parse_halting
+from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
 from loopscope.report.page import build_report
@@ -377,13 +378,29 @@ def make_policy(folder: Path) -> None:
     (folder / "policy.json").write_text(json.dumps(whole, indent=2))
 
 
-def policy(folder: Path) -> tuple[str, float]:
-    halting = parse_halting(str(folder / "policy.json"))
-    return halting.rule.name, halting.threshold
+def make_probe_policy(folder: Path) -> None:
+    make_policy(folder)
+    whole = json.loads((folder / "policy.json").read_text())
+    weights = [[0.5, -0.25, 1e-3], [0.0, 2.0, -1.0], [1.5, 0.125, 3.0]]
+    probe = {"rule": "probe", "fill": "project", "width": 3, "probe": {"weights": weights, "biases": [0.5, -1.0, 0.0]}}
+    (folder / "policy.json").write_text(json.dumps({**whole, **probe}, indent=2))
 
 
-def is_a_policy(found: tuple[str, float], _: object) -> bool:
-    return found[0] in RULES and found[1] == found[1]
+def policy(folder: Path) -> Halting:
+    return parse_halting(str(folder / "policy.json"))
+
+
+def is_a_policy(found: Halting, _: object) -> bool:
+    """A known rule and a number; a probe has a finite weight for every channel of every loop but the last."""
+    rule = found.rule
+    if isinstance(rule, Probe):
+        rows = [*rule.weights_KD, rule.biases_K]
+        whole = len(rule.weights_KD) == len(rule.biases_K) == (found.num_loops or 0) - 1
+        whole &= all(len(row) == found.width for row in rule.weights_KD)
+        whole &= all(math.isfinite(each) for row in rows for each in row)
+    else:
+        whole = rule.name in RULES
+    return whole and found.threshold == found.threshold and found.fill in FILLS
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -420,6 +437,7 @@ def _readers() -> Iterable[Reader]:
         yield Reader("packed tokens", f"cache/tokens/packed/{file}", make_tokens, tokens, equal)
     yield Reader("memory", "memory.json", make_memory, memory, lambda found, whole: found == 0)
     yield Reader("halting policy", "policy.json", make_policy, policy, is_a_policy)
+    yield Reader("halting policy with a probe", "policy.json", make_probe_policy, policy, is_a_policy)
     for file in ("config.json", "model.safetensors"):
         yield Reader("Hugging Face folder", f"hf/{file}", make_ouro, open_hf, anything)
     yield Reader("Hugging Face folder", "hf/tokenizer.json", make_ouro, open_hf, equal)

@@ -252,34 +252,32 @@ def rule_of(name: str, flag: str = "halting") -> Rule:
     return RULES[name]()
 
 
-def parse_halting(text: str) -> Halting:
+def parse_halting(text: str, flag: str = "halting") -> Halting:
     """RULE:THRESHOLD, as in margin:2.5, or a policy file that `loopscope calibrate` wrote."""
     if text.endswith(".json"):
-        return read_policy(Path(text))
+        return read_policy(Path(text), flag)
     name, _, number = text.partition(":")
     try:
         threshold = float(number)
     except ValueError:
         threshold = float("nan")
     if threshold != threshold:
-        raise ConfigError.of("halting", text, f"expected a policy.json or RULE:THRESHOLD; rules: {', '.join(RULES)}")
-    return Halting(rule_of(name), threshold)
+        raise ConfigError.of(flag, text, f"expected a policy.json or RULE:THRESHOLD; rules: {', '.join(RULES)}")
+    return Halting(rule_of(name, flag), threshold)
 
 
-def read_policy(path: Path) -> Halting:
+def read_policy(path: Path, flag: str = "halting") -> Halting:
     """The rule and threshold of a policy file; a threshold of null never leaves."""
     problems: Problems = {}
     found = read_json(path, problems)
     if found is None:
         why = "cannot be read as JSON" if problems else "no such file"
-        raise ConfigError.of(
-            "halting", str(path), f"{why}; `loopscope calibrate TARGET -o {path.name}` writes a policy"
-        )
+        raise ConfigError.of(flag, str(path), f"{why}; `loopscope calibrate TARGET -o {path.name}` writes a policy")
     try:
         return _policy(found)
     except ValueError as error:
         why = f"is not a policy that `loopscope calibrate` wrote: {error}"
-        raise ConfigError.of("halting", str(path), why) from None
+        raise ConfigError.of(flag, str(path), why) from None
 
 
 def _policy(found: dict[str, Any]) -> Halting:

@@ -53,6 +53,9 @@ NEEDS_AUDIT = "no run has been audited; loopscope audit RUN writes audit.json in
 NEEDS_EVAL = "no run has been evaluated on validation text yet."
 NEEDS_SPEED = "no run has been timed; loopscope eval RUN --speed leaves its timings in eval.json."
 NEEDS_HALTING = "no row has been calibrated; loopscope reproduce calibrates every row whose exits are trained."
+NEEDS_POLICIES = (
+    "no halting policy was evaluated; loopscope eval RUN --policies policy.json leaves its point in eval.json."
+)
 NEEDS_METRICS = "no run has logged a step yet."
 
 
@@ -230,6 +233,32 @@ def frontier(groups: Sequence[Group]) -> Chart:
         table=splits_table(groups, name, of),
         missing=NEEDS_EVAL,
         note=" ".join(part for part in (note, leaving) if part),
+    )
+
+
+def halting(groups: Sequence[Group]) -> Chart:
+    """Quality under halting policies, beside the fixed depths of the same runs."""
+    name, of, note = quality(groups)
+    marks, rows = [], []
+    for group, run in each_run(groups):
+        for each in run.splits["valid"].halting if "valid" in run.splits else []:
+            if each.mean_loops is not None and (value := of(each.as_depth)) is not None:
+                marks.append(Line(group, run, [each.mean_loops], [value], each.policy))
+                figures = (each.threshold, each.mean_loops, value, each.tokens_per_second)
+                rows.append([marks[-1].label, each.rule, *map(plain, figures)])
+    runs = {mark.run.name for mark in marks}
+    lines = [line for line in lines_of(groups, at_depths(of)) if line.run.name in runs]
+    x, y = Axis("loops a token"), Axis(name, "log")
+    return Chart(
+        name="halting",
+        title="Quality under halting policies",
+        look="Look for marks below the line of their run: there tokens that leave early pay less than all of them "
+        "leaving at the same loop. Marks on the line are what a fixed depth gives too.",
+        traces=[*line_traces(lines, x, y, mode="lines"), *line_traces(marks, x, y, mode="markers")],
+        layout=layout(x, y, [*lines, *marks]),
+        table=Table(["run", "rule", "threshold", "loops a token", name, "tokens per second"], rows),
+        missing=NEEDS_POLICIES,
+        note=note,
     )
 
 

@@ -83,7 +83,7 @@ CHAPTERS: tuple[tuple[tuple[str, str, str, str], tuple[Draw, ...]], ...] = (
             "Depth and quality: the frontier",
             "What each further loop buys.",
         ),
-        (figures.frontier, figures.speed),
+        (figures.frontier, figures.halting, figures.speed),
     ),
     (
         (

@@ -397,7 +397,8 @@ class _Session:
         """Test a rule's thresholds from "never" outwards; stop at the first that is not rejected."""
         (_, thresholds), p_values = self._proposed[rule.name], []
         for number, threshold in enumerate(thresholds):
-            advance(f"threshold {number + 1} of at most {len(thresholds)}", number / len(thresholds))
+            share = number / len(thresholds) / (2 if self.verify else 1)
+            advance(f"threshold {number + 1} of at most {len(thresholds)}", share)
             x_N = self._evidence("calibration", Halting(rule, threshold, self.fill))
             p_values.append(betting_p_value(x_N, self.bound, delta))
             if p_values[-1] > delta:
@@ -444,7 +445,8 @@ class _Session:
             while len(rows) <= index:
                 halting = Halting(rule, thresholds[len(rows)], self.fill)
                 rows.append(np.concatenate([self._evidence(split, halting) for split in ("calibration", "test")]))
-                advance(f"verifying: threshold {len(rows)} of at most {len(thresholds)}", 1.0)
+                share = (1 + len(rows) / len(thresholds)) / 2
+                advance(f"verifying: threshold {len(rows)} of at most {len(thresholds)}", share)
             return rows[index]
 
         rng, held = np.random.default_rng(self.seed), 0
