@@ -491,11 +491,11 @@ def _readers() -> Iterable[Reader]:
         yield Reader("resume, forged", f"run/{STEP}/{file}", make_run, resume, same_form, correct_sums)
     for file in (f"{STEP}/state.json", shard_of()):
         yield Reader("resume of shards, forged", f"run/{file}", make_sharded, resume, same_form, correct_sums)
-    results = ("eval.json", "audit.json", "halting.json")
-    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "row.json", "calibration.json", *results):
+    measured = ("eval.json", "audit.json", "halting.json")
+    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "row.json", "calibration.json", *measured):
         yield Reader("page", f"run/{file}", make_run, page, is_a_page)
     yield Reader("metrics", "run/metrics.jsonl", make_run, metrics, metrics_kept)
-    for file in ("metrics.jsonl", "row.json", "log.txt", *results):
+    for file in ("metrics.jsonl", "row.json", "log.txt", *measured):
         yield Reader("ledger", f"run/{file}", make_run, ledger, a_state)
     yield Reader("data of a run", "run/manifest.json", make_run, data_record, anything)
     for file in ("grid.json", "claims.json"):

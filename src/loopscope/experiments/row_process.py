@@ -22,7 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError, UnsupportedError
+from loopscope.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    DataError,
+    LoopscopeError,
+    RunError,
+    UnsupportedError,
+)
 from loopscope.experiments.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
@@ -266,7 +274,7 @@ def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
         tokens_for(opened, None, say)  # text that is missing fails the row; text that is short is a result
         try:
             result = measure_halting(opened, steps, say)
-        except (DataError, UnsupportedError) as error:
+        except (ConfigError, DataError, UnsupportedError) as error:
             result = CalibratedHalting(step=steps, num_loops=loops, reason=str(error))
     write_json(run.path / "halting.json", result.to_json())
 
