@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         LoopTrace,
         MixedDepths,
         OwnLosses,
+        ProjectedKeys,
         Scheduled,
         SharedCore,
         adapt,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from loopscope.verbs.calibration import Calibration, calibrate
     from loopscope.verbs.checks import check
     from loopscope.verbs.conversion import Converted, convert
+    from loopscope.verbs.downstream import TaskEvaluation, evaluate_tasks
     from loopscope.verbs.evaluation import evaluate
     from loopscope.verbs.generation import Generated, generate
     from loopscope.verbs.pushes import push
@@ -86,6 +88,7 @@ _HOME = {
             "LinearReadout",
             "MixedDepths",
             "OwnLosses",
+            "ProjectedKeys",
             "Scheduled",
             "SharedCore",
         ),
@@ -95,6 +98,7 @@ _HOME = {
     "loopscope.verbs.checks": ("check",),
     "loopscope.verbs.calibration": ("Calibration", "calibrate"),
     "loopscope.verbs.conversion": ("Converted", "convert"),
+    "loopscope.verbs.downstream": ("TaskEvaluation", "evaluate_tasks"),
     "loopscope.verbs.evaluation": ("evaluate",),
     "loopscope.verbs.generation": ("Generated", "generate"),
     "loopscope.verbs.pushes": ("push",),
@@ -128,6 +132,7 @@ __all__ = [
     "ObjectiveResult",
     "Opened",
     "OwnLosses",
+    "ProjectedKeys",
     "PushOptions",
     "PushResult",
     "ReadoutLoss",
@@ -136,6 +141,7 @@ __all__ = [
     "Scheduled",
     "SharedCore",
     "TargetConfig",
+    "TaskEvaluation",
     "Term",
     "ZLoss",
     "adapt",
@@ -146,6 +152,7 @@ __all__ = [
     "clamped",
     "convert",
     "evaluate",
+    "evaluate_tasks",
     "generate",
     "load",
     "load_config",

@@ -173,7 +173,8 @@ class LoopscopeForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits at `num_loops` loops (those of the configuration by default), and the loss where there are labels."""
         if kwargs.get("output_attentions") or self.config.output_attentions:
             raise UnsupportedError("output_attentions: attention is fused, and its weights are never there")
-        num_loops = num_loops_of({"num_loops": num_loops or self.config.num_loops}, self.model.config, "forward")
+        depth = self.config.num_loops if num_loops is None else num_loops
+        num_loops = num_loops_of({"num_loops": depth}, self.model.config, "forward")
         recompute = self.gradient_checkpointing and self.training
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not recompute
         if use_cache and past_key_values is None and not self.training:

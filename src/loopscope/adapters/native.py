@@ -21,8 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from loopscope.adapters.foreign import FieldError, Fields, Foreign
-from loopscope.config import Config, ModelConfig, config_from_dict, config_to_dict
-from loopscope.errors import ConfigError
+from loopscope.config import MOST_LOOPS, Config, ModelConfig, config_from_dict, config_to_dict
 from loopscope.model.looped_lm import LoopedLM, build
 
 MODEL_TYPE = "loopscope"
@@ -85,10 +84,9 @@ def num_loops_of(values: Mapping[str, Any], design: ModelConfig, source: str) ->
     found = values.get("num_loops")
     if found is None:
         return design.num_loops
-    try:
-        return dataclasses.replace(design, num_loops=found).num_loops
-    except ConfigError as error:
-        raise FieldError(f"{source}: {error}") from error
+    if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= MOST_LOOPS:
+        raise FieldError(f"{source}: num_loops = {found!r} is not a number of loops from 1 up to {MOST_LOOPS:,}")
+    return found
 
 
 def described(fields: Fields) -> Foreign:

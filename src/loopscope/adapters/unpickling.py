@@ -1,6 +1,6 @@
 """The one place where a pickle is read: a process of its own, with limits, for `loopscope convert --from-pickle`.
 
-    python -m loopscope.adapters.unpickling FILE FOLDER BYTES SECONDS
+    python unpickling.py FILE FOLDER BYTES SECONDS
 
 torch's restricted reader (`weights_only=True`) knows tensors, numbers, texts and plain containers, and refuses whatever
 else a pickle asks for. A file may still ask for more memory or time than there is; then this process ends, and nobody

@@ -63,7 +63,7 @@ class GenerateOptions:
     num_loops: int | None = None
     """The trained depth by default."""
     halting: str | None = None
-    """RULE:THRESHOLD: tokens leave as soon as the rule's score reaches the threshold (`inference.halting`)."""
+    """A policy file, or RULE:THRESHOLD: tokens leave as soon as the rule's score reaches the threshold."""
     truncate: bool = False
     """Drop the beginning of prompts that are too long for the model; what is kept leaves room for `max_tokens`, and has
     at least half of what the model takes."""
@@ -168,7 +168,9 @@ class Generation:
                 runner = runner_for(self.opened.model, self.num_loops, self.options.policies)
             else:
                 cached = Cached.needed(self.opened.model, "leaving early while decoding")
-                runner = HaltingRunner(cached, self.num_loops, parse_halting(self.options.halting))
+                halting = parse_halting(self.options.halting)
+                halting.check_fits(cached, self.num_loops)
+                runner = HaltingRunner(cached, self.num_loops, halting)
             return decode(runner, self._ids, sampling=self.options.sampling, limits=self._limits)
         return chain.from_iterable(self._speculator.decode(ids, number) for number, ids in enumerate(self._ids))
 
