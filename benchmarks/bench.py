@@ -112,6 +112,12 @@ BENCHMARKS = (
     ),
     Benchmark("report", "What a page of 25 runs costs", "10 s and 8 MB", earlier="docs/report.md"),
     Benchmark(
+        "opening",
+        "Memory of opening a folder of Ouro-1.4B's shapes",
+        "1.1 copies of its weights at the peak, a pass included",
+        shown="target|billion",
+    ),
+    Benchmark(
         "cache",
         "What extending and truncating a cache cost, however much it holds",
         "at 4,096 tokens at most twice the bytes and 1.5 times the time of 256; truncating writes nothing",

@@ -67,13 +67,14 @@ def extra_peak_mib(run: Callable[[], object]) -> float:
     run()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory that earlier runs freed and the allocator kept would hide ours
-    before = _status_kib("VmRSS")
+    before = status_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     run()
-    return (_status_kib("VmHWM") - before) / 1024
+    return (status_kib("VmHWM") - before) / 1024
 
 
-def _status_kib(field: str) -> int:
+def status_kib(field: str) -> int:
+    """A figure of this process's memory (VmRSS, VmHWM), as Linux counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(field)))
 

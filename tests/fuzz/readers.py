@@ -19,7 +19,18 @@ from typing import Any
 
 import torch
 from atlas_samples import sample_atlas, write_atlas
-from checkpoints import OURO, ouro_tensors, save_folder, save_sharded
+from checkpoints import (
+    HUGINN,
+    OURO,
+    PAPER,
+    PARCAE,
+    huginn_tensors,
+    ouro_tensors,
+    paper_tensors,
+    parcae_tensors,
+    save_folder,
+    save_sharded,
+)
 from report_samples import write_reproduction, write_run
 
 import loopscope as ls
@@ -393,6 +404,34 @@ def make_ouro_shards(folder: Path) -> None:
     save_sharded(folder / "hf", OURO, ouro_tensors(OURO))
 
 
+def make_family(config: dict[str, Any], tensors: Callable[[dict[str, Any]], dict[str, torch.Tensor]]) -> Make:
+    def make(folder: Path) -> None:
+        save_folder(folder / "hf", config, tensors(config))
+
+    return make
+
+
+FAMILIES = {
+    "Huginn": make_family(HUGINN, huginn_tensors),
+    "Parcae": make_family(PARCAE, parcae_tensors),
+    "paper": make_family(PAPER, paper_tensors),
+}
+
+
+def make_ordinary(folder: Path) -> None:
+    """A llama folder, without transformers: its tensors are those of an Ouro folder but for two norms and the gate."""
+    theirs = ("_2.weight", "early_exit_gate.weight", "early_exit_gate.bias")
+    tensors = {name: tensor for name, tensor in ouro_tensors(OURO).items() if not name.endswith(theirs)}
+    save_folder(folder / "hf", {**OURO, "model_type": "llama"}, tensors)
+
+
+def open_looped(folder: Path) -> list[int]:
+    opened = open_target(f"{folder / 'hf'},loop-layers=1,num-loops=2")
+    with torch.no_grad():
+        trace = run_loops(opened.model, torch.zeros(1, 4, dtype=torch.long), num_loops=2)
+        return list(opened.model.readout(trace.states[2], 2).shape)
+
+
 def make_hrm(folder: Path) -> None:
     save_folder(folder / "hf", HRM, {})
 
@@ -515,6 +554,10 @@ def _readers() -> Iterable[Reader]:
     yield Reader("halting policy with a probe", "policy.json", make_probe_policy, policy, is_a_policy)
     for file in ("config.json", "model.safetensors"):
         yield Reader("Hugging Face folder", f"hf/{file}", make_ouro, open_hf, anything)
+    for name, make in FAMILIES.items():
+        for file in ("config.json", "model.safetensors"):
+            yield Reader(f"{name} folder", f"hf/{file}", make, open_hf, anything)
+    yield Reader("ordinary folder, looped", "hf/config.json", make_ordinary, open_looped, anything)
     yield Reader("Hugging Face folder", "hf/tokenizer.json", make_ouro, open_hf, equal)
     for file in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
         yield Reader("Hugging Face shards", f"hf/{file}", make_ouro_shards, open_hf, equal)

@@ -21,10 +21,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from loopscope.adapters import paper, retrofit
+from loopscope.adapters import paper, retrofit, unpickling
 from loopscope.adapters.foreign import CONFIG_FILE, Weights, fill, read_json
 from loopscope.adapters.hf import FETCHED, describe_folder
-from loopscope.adapters.unpickling import FOUND_FILE, REFUSED
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import open_file
 from loopscope.runs import folder_written_whole
@@ -61,7 +60,7 @@ def convert_pickle(path: Path, out: Path, settings: Mapping[str, str] | None = N
         raise ConfigError(f"{out} is there already, and not empty; name another folder")
     with folder_written_whole(out.absolute()) as beside:
         found = _read_in_a_child(path, size, beside)
-        beside.joinpath(FOUND_FILE).unlink()
+        beside.joinpath(unpickling.FOUND_FILE).unlink()
         if (path.parent / CONFIG_FILE).is_file():
             if given:
                 raise ConfigError.of(
@@ -82,18 +81,18 @@ def convert_pickle(path: Path, out: Path, settings: Mapping[str, str] | None = N
 def _read_in_a_child(path: Path, size: int, folder: Path) -> dict[str, Any]:
     """Start the reader, wait for it, and tell what became of it."""
     seconds = SECONDS + size // BYTES_PER_SECOND
-    command = [sys.executable, "-m", "loopscope.adapters.unpickling", str(path), str(folder)]
+    command = [sys.executable, "-P", unpickling.__file__, str(path), str(folder)]
     quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
         child = subprocess.run([*command, str(3 * size + ROOM), str(seconds)], timeout=2 * seconds, text=True, **quiet)
     except subprocess.TimeoutExpired:
         raise RunError(f"{path} is not taken: reading it took more than {2 * seconds} seconds") from None
-    if child.returncode == REFUSED:
+    if child.returncode == unpickling.REFUSED:
         raise RunError(f"{path} is not taken: {child.stdout.strip()}")
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         raise RunError(f"{path} is not taken: the process that read it ended ({last[:300]})")
-    return read_json(folder / FOUND_FILE)
+    return read_json(folder / unpickling.FOUND_FILE)
 
 
 def _copy_companions(source: Path, out: Path) -> None:

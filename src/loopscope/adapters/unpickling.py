@@ -1,6 +1,6 @@
 """The one place where a pickle is read: a process of its own, with limits, for `loopscope convert --from-pickle`.
 
-    python -m loopscope.adapters.unpickling FILE FOLDER BYTES SECONDS
+    python unpickling.py FILE FOLDER BYTES SECONDS
 
 torch's restricted reader (`weights_only=True`) knows tensors, numbers, texts and plain containers, and refuses whatever
 else a pickle asks for. A file may still ask for more memory or time than there is; then this process ends, and nobody
@@ -10,6 +10,7 @@ else. It writes FOLDER/model.safetensors and FOLDER/found.json (what else was in
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 import zipfile
@@ -45,16 +46,22 @@ def main() -> None:
     except RefusedError as refused:
         print(refused)  # noqa: T201 (the parent reads it)
         sys.exit(REFUSED)
-    except MemoryError:
-        print("it asks for more memory than a file of its size needs")  # noqa: T201
-        sys.exit(REFUSED)
     except Exception as error:
-        words = " ".join(str(error).split()) or type(error).__name__
-        unsafe = "Weights only load failed" in words or "Unsupported" in words
-        too_much = "memory" in words.lower() and not unsafe
-        reason = "it asks for more memory than a file of its size needs" if too_much else f"torch says: {words[:300]}"
-        print("it holds more than tensors, numbers and texts, or is damaged; " + reason if unsafe else reason)  # noqa: T201
+        print(_why(error))  # noqa: T201
         sys.exit(REFUSED)
+
+
+def _why(error: Exception) -> str:
+    """What went wrong, in our words where torch's would advise to read the file unrestrictedly."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    if "Weights only load failed" in words:
+        asked = re.search(r"GLOBAL ([\w.]+)", words)
+        return "it holds more than tensors, numbers and texts, or is damaged" + (
+            f": it asks for {asked[1]}" if asked else ""
+        )
+    if isinstance(error, MemoryError) or "memory" in words.lower():
+        return "it asks for more memory than a file of its size needs"
+    return f"torch says: {words.split('. ')[0][:200]}"
 
 
 def _limit(most_bytes: int, seconds: int) -> None:
