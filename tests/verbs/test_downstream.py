@@ -121,7 +121,7 @@ def test_log_likelihoods_are_ours_and_those_of_the_harness_on_our_transformers_m
     requests = [(tuple(context.encode()), tuple(rest.encode())) for context, rest in pairs]
     for k in (1, 3):
         model.config.num_loops = k
-        theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, device="cpu")
+        theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, device="cpu", prefix_token_id=10)
         instances = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
         expected = theirs.loglikelihood(instances, disable_tqdm=True)
         for ours, (value, greedy) in zip(likelihoods.at(requests, k), expected, strict=True):
