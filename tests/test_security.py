@@ -164,6 +164,8 @@ def test_no_verb_talks_to_anybody(listening, tmp_path, monkeypatch, capsys):
         "audit run --states 1 --tokens 32 --loops 3",
         "remedy run --steps 1 --out remedied",
         "report run --out page.html",
+        "convert run exported",
+        "convert exported back --to loopscope",
         f"plan {small} --flops-per-second 1e9",
         "env",
     ):

@@ -473,6 +473,33 @@ def a_verdict(found: tuple[str, list[str]], _: object) -> bool:
     return found[0] in ("", "holds", "does not hold here", "not measured")
 
 
+def make_exported(folder: Path) -> None:
+    """A run as `convert` writes it for Hugging Face's libraries, with results and settings of a tokenizer."""
+    make_run(folder)
+    settings = {"eos_token": "a", "bos_token": {"content": "b"}, "chat_template": "{{ messages }}"}
+    (folder / "run/tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
+    for name in ("audit.json", "eval.json"):
+        shutil.copy(folder / "run" / name, folder / name)
+    ls.convert(folder / "run", folder / "hf")
+    for name in ("audit.json", "eval.json"):
+        shutil.copy(folder / name, folder / "hf" / name)
+    make_policy(folder / "hf")
+
+
+def convert_back(folder: Path) -> list[Any]:
+    """Back to a run folder, and out again with a card: everything of the folder is read."""
+    ls.convert(folder / "hf", folder / "back", to="loopscope")
+    ls.convert(folder / "hf", folder / "again")
+    opened = open_target(folder / "back")
+    card = (folder / "again/README.md").read_text()
+    json.loads((folder / "again/config.json").read_text())
+    return [opened.tokenizer.encode("rivers"), opened.model.num_loops, card.startswith("---\n"), "<script" in card]
+
+
+def converted(result: list[Any], whole: list[Any]) -> bool:
+    return result[0] == whole[0] and result[1] >= 1 and result[2:] == [True, False]
+
+
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
@@ -559,6 +586,8 @@ def _readers() -> Iterable[Reader]:
             yield Reader(f"{name} folder", f"hf/{file}", make, open_hf, anything)
     yield Reader("ordinary folder, looped", "hf/config.json", make_ordinary, open_looped, anything)
     yield Reader("Hugging Face folder", "hf/tokenizer.json", make_ouro, open_hf, equal)
+    for file in ("config.json", "model.safetensors", "tokenizer_config.json", "audit.json", "eval.json", "policy.json"):
+        yield Reader("exported folder", f"hf/{file}", make_exported, convert_back, converted)
     for file in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
         yield Reader("Hugging Face shards", f"hf/{file}", make_ouro_shards, open_hf, equal)
 

@@ -47,6 +47,7 @@ FIRST = {
     "check": ["run"],
     "calibrate": ["run"],
     "generate": ["run", "A river"],
+    "convert": ["run", "converted"],
     "remedy": ["run"],
     "report": ["run", "--out", "page.html"],
     "plan": ["--preset", "demo", "--flops-per-second", "1e9"],
@@ -73,7 +74,17 @@ def place(tmp_path_factory) -> Iterator[Path]:
     make_run(folder)
     make_grid(folder)
     (folder / "text.txt").write_text("\n".join(LINES) + "\n")
-    for name in ("remedies", "audits", "calibration", "checks", "generation", "training", "evaluation"):
+    for name in (
+        "remedies",
+        "audits",
+        "calibration",
+        "checks",
+        "generation",
+        "training",
+        "evaluation",
+        "conversion",
+        "downstream",
+    ):
         importlib.import_module(f"loopscope.verbs.{name}")  # what is first imported later would keep a stub for good
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -89,6 +100,8 @@ def place(tmp_path_factory) -> Iterator[Path]:
         patch.setattr("loopscope.verbs.remedies.remedy", reached)
         patch.setattr("loopscope.verbs.checks.check", reached)
         patch.setattr("loopscope.verbs.calibration.calibrate", reached)
+        patch.setattr("loopscope.verbs.conversion.folder_written_whole", reached)
+        patch.setattr("loopscope.verbs.downstream.evaluate_tasks", reached)
         patch.setattr("loopscope.verbs.generation.Generation.__iter__", reached)
         patch.setattr("loopscope.cli.reproduce.run_rows", reached)
         patch.setattr("loopscope.cli.quickstart.run_rows", reached)

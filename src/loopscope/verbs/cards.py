@@ -162,7 +162,7 @@ Every verb of [loopscope](https://pypi.org/project/loopscope/) opens it, too: `l
 def _audited(audit: Audit) -> str:
     rows = (
         (
-            _inline(variable.name),
+            variable.name,
             variable.verdict,
             "" if variable.free_range is None else in_fold(variable.free_range),
             driven_by_training(variable.drift) if variable.driven and variable.drift is not None else "",
