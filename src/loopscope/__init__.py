@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from loopscope.verbs.audits import audit
     from loopscope.verbs.calibration import Calibration, calibrate
     from loopscope.verbs.checks import check
+    from loopscope.verbs.conversion import Converted, convert
+    from loopscope.verbs.downstream import TaskEvaluation, evaluate_tasks
     from loopscope.verbs.evaluation import evaluate
     from loopscope.verbs.generation import Generated, generate
     from loopscope.verbs.pushes import push
@@ -93,6 +95,8 @@ _HOME = {
     "loopscope.verbs.audits": ("audit",),
     "loopscope.verbs.checks": ("check",),
     "loopscope.verbs.calibration": ("Calibration", "calibrate"),
+    "loopscope.verbs.conversion": ("Converted", "convert"),
+    "loopscope.verbs.downstream": ("TaskEvaluation", "evaluate_tasks"),
     "loopscope.verbs.evaluation": ("evaluate",),
     "loopscope.verbs.generation": ("Generated", "generate"),
     "loopscope.verbs.pushes": ("push",),
@@ -107,6 +111,7 @@ __all__ = [
     "Cached",
     "Calibration",
     "Config",
+    "Converted",
     "DeclaredVisibility",
     "ExitGate",
     "Generated",
@@ -133,6 +138,7 @@ __all__ = [
     "Scheduled",
     "SharedCore",
     "TargetConfig",
+    "TaskEvaluation",
     "Term",
     "ZLoss",
     "adapt",
@@ -141,7 +147,9 @@ __all__ = [
     "calibrate",
     "check",
     "clamped",
+    "convert",
     "evaluate",
+    "evaluate_tasks",
     "generate",
     "load",
     "load_config",

@@ -142,11 +142,13 @@ def of_run(path: Path) -> Opened:
     config = run.config()
     fresh = of_config(str(path), config, seed=config.training.seed)
     checkpoint.load_model_tensors(_module(fresh), checkpoint.load(folder).model_tensors(), folder)
+    tokenizer = load_tokenizer(run.path / "tokenizer") if (run.path / "tokenizer").is_dir() else None
     return replace(
         fresh,
-        tokenizer=load_tokenizer(run.path / "tokenizer") if (run.path / "tokenizer").is_dir() else fresh.tokenizer,
+        tokenizer=tokenizer or fresh.tokenizer,
         objective=config.objective,
         max_length=config.model.max_length,
+        end_ids=fresh.end_ids if tokenizer is None else tokenizer.end_ids,
         run=run,
         step=int(folder.name.removeprefix("step-")),
         is_newest=folder != path,
@@ -167,6 +169,7 @@ def of_folder(path: Path) -> Opened:
         objective=foreign.objective,
         vocab_size=foreign.vocab_size,
         max_length=foreign.max_length,
+        step=foreign.step,
         stage="step unknown",
         notes=foreign.notes,
         end_ids=foreign.end_ids,

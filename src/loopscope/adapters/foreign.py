@@ -47,6 +47,8 @@ class Foreign:
     """What a reader of its audit should know."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a text."""
+    step: int | None = None
+    """Training steps behind the weights, where the folder says so."""
 
 
 @dataclass(frozen=True)

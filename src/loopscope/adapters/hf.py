@@ -11,14 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from loopscope.adapters import hrm_text, ouro
+from loopscope.adapters import hrm_text, native, ouro
 from loopscope.adapters.foreign import CONFIG_FILE, INDEX_FILE, Fields, Foreign, Weights, read_json
+from loopscope.data.tokenizers import COMPANIONS, TOKENIZER_FILE
 from loopscope.errors import RunError, UnsupportedError
 
 # A further model type is one module with `load` and one line here.
-ADAPTERS: dict[str, Callable[[Fields, Weights], Foreign]] = {"ouro": ouro.load, "hrm_text": hrm_text.load}
+ADAPTERS: dict[str, Callable[[Fields, Weights], Foreign]] = {
+    "ouro": ouro.load,
+    "hrm_text": hrm_text.load,
+    native.MODEL_TYPE: native.load,
+}
 
-FETCHED = (CONFIG_FILE, "*.safetensors", INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
+FETCHED = (CONFIG_FILE, "*.safetensors", INDEX_FILE, TOKENIZER_FILE, *COMPANIONS)
 """Files of a hub's repository that are of any use here."""
 
 

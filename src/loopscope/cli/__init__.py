@@ -22,6 +22,7 @@ from loopscope.cli.calibrate import Calibrate
 from loopscope.cli.check import Check
 from loopscope.cli.completion import SHELLS, completion
 from loopscope.cli.configured import Configured
+from loopscope.cli.convert import Convert
 from loopscope.cli.env import Env
 from loopscope.cli.eval import Eval
 from loopscope.cli.flags import check_known, entry, help_text, sections_of
@@ -47,6 +48,7 @@ examples:
   loopscope check runs/NAME              is cached = uncached, padded = alone, every depth?
   loopscope calibrate runs/NAME          leave loops out, with a bound on what that costs
   loopscope generate runs/NAME "The "    text, at any number of loops
+  loopscope convert runs/NAME out/       for Hugging Face's libraries, and back
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
@@ -77,6 +79,7 @@ VERBS: dict[str, type[Any]] = {
     "check": Check,
     "calibrate": Calibrate,
     "generate": Generate,
+    "convert": Convert,
     "plan": Plan,
     "reproduce": Reproduce,
     "report": Report,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from loopscope.auditing.exit_gap import ExitGap
     from loopscope.scores import CacheTable, Timing
+    from loopscope.verbs.downstream import TaskEvaluation
     from loopscope.verbs.evaluation import EvaluationResult
 
 
@@ -51,6 +52,14 @@ class Eval:
     """Take every exit among the depths apart: how much of what it costs would a temperature, an affine map of the
     head's input or a full-rank map of the state mend? Fits each on half of up to 256 windows of the text: seconds at
     demo size, as much as about 300 readouts of that text a depth."""
+    tasks: str | None = None
+    """Downstream tasks of lm-evaluation-harness instead of text, as lambada_openai,piqa (the eval extra)."""
+    task_folder: str | None = None
+    """A folder with YAML files of further tasks; Python that they name is run by the harness."""
+    fewshot: int | None = None
+    """Examples before every question of a task; by default as the task says."""
+    limit: int | None = None
+    """Questions of each task; all by default."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -65,17 +74,31 @@ examples:
   loopscope eval runs/raw --data wiki/test.txt --json
   loopscope eval runs/raw --depths 1..8 --speed
   loopscope eval runs/raw --cache-policies
-  loopscope eval runs/raw --exit-gap               are its exits badly read, or not yet computed?"""
+  loopscope eval runs/raw --exit-gap               are its exits badly read, or not yet computed?
+  loopscope eval downloads/Ouro-1.4B --tasks lambada_openai,piqa --depths 1..4"""
 
     def __post_init__(self) -> None:
         parse_depths(self.depths or "1")
-        for name in ("batch", "length", "max_tokens"):
+        for name in ("batch", "length", "max_tokens", "limit"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError.of(name, value, "must be at least 1")
+        self._check_tasks()
+
+    def _check_tasks(self) -> None:
+        if self.fewshot is not None and self.fewshot < 0:
+            raise ConfigError.of("fewshot", self.fewshot, "must not be negative")
+        of_text = ("data", "length", "max_tokens", "speed", "cache_policies", "exit_gap")
+        of_tasks = ("task_folder", "fewshot", "limit")
+        for name in of_tasks if self.tasks is None else of_text:
+            if getattr(self, name) not in (None, False):
+                why = "is for --tasks" if self.tasks is None else "is about text, and --tasks asks for tasks"
+                raise ConfigError.of(name, getattr(self, name), why)
 
     def run(self) -> int:
         """Evaluate and print."""
         check_word(self.target)
+        if self.tasks is not None:
+            return self._run_tasks(self.tasks)
         check_sources(self.data or ())
         from loopscope.verbs.evaluation import evaluate
 
@@ -117,6 +140,62 @@ examples:
             return EXIT_OK
         say(f"{result.opened.name} is not finite: its CE or norm after loop {loop} is not a number")
         return EXIT_FINDINGS
+
+    def _run_tasks(self, tasks: str) -> int:
+        from loopscope.verbs.downstream import evaluate_tasks
+
+        with progress(self.target) as advance:
+            result = evaluate_tasks(
+                self.target,
+                [name for name in tasks.split(",") if name],
+                depths=None if self.depths is None else parse_depths(self.depths),
+                task_folder=self.task_folder,
+                num_fewshot=self.fewshot,
+                limit=self.limit,
+                tokenizer=self.tokenizer,
+                batch=self.batch,
+                say=say,
+                progress=advance,
+            )
+        if self.json:
+            print_json(**result.to_json())
+        else:
+            print_tables(_task_table(result))
+            print_text(_task_chart(result))
+        return EXIT_OK
+
+
+def _task_table(result: TaskEvaluation) -> Table:
+    from rich.table import Table
+
+    opened = result.opened
+    stage = opened.stage if opened.step is None else f"step {opened.step}"
+    table = Table(title=f"{opened.name}, {stage}, lm-evaluation-harness {result.harness}", title_justify="left")
+    table.add_column("task")
+    table.add_column("metric")
+    for name in ("n", *(f"{k} loop{'s' if k > 1 else ''}" for k in result.depths)):
+        table.add_column(name, justify="right")
+    for score in result.scores:
+        cells = [
+            f"{value:.4g}" + (f" ±{score.errors[k]:.2g}" if k in score.errors else "")
+            for k, value in score.values.items()
+        ]
+        arrow = {True: " ↑", False: " ↓", None: ""}[score.higher_is_better]
+        table.add_row(score.task, score.metric + arrow, "" if score.samples is None else str(score.samples), *cells)
+    return table
+
+
+def _task_chart(result: TaskEvaluation) -> str:
+    """Every metric by depth as bars, each beside the largest of its own."""
+    lines = []
+    for score in result.scores:
+        largest = max(map(abs, score.values.values()))
+        lines.append(f"{score.task}, {score.metric}")
+        lines += [
+            f"{k:>5}  {bar(abs(value) / largest if largest else 0.0, 40):<40} {value:.4g}"
+            for k, value in score.values.items()
+        ]
+    return "\n".join(lines)
 
 
 def _first_not_finite(result: EvaluationResult) -> int | None:
