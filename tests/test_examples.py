@@ -79,7 +79,7 @@ def test_the_notebook_runs_from_top_to_bottom_and_shows_the_blind_spot_and_its_r
     NotebookClient(notebook, timeout=240, kernel_name=kernel, resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     said = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
-    assert "finished after 100 steps" in said
+    assert "finished after 80 steps" in said
     assert "BLIND-SPOT:" in said and "- scale is blind" in said
     before, after = (float(norm) for norm in re.findall(r"^(?:before|after): [a-z-]+, norm ([\d.]+)", said, re.M))
     assert after < before / 2, "the remedy has brought the norm down"

@@ -50,6 +50,7 @@ examples:
   loopscope generate runs/NAME "The "    text, at any number of loops
   loopscope convert runs/NAME out/       for Hugging Face's libraries, and back
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
+  loopscope reproduce ouro TARGET        its checks of Ouro 1.4B, on any checkpoint of its kind
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
