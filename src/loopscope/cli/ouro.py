@@ -62,8 +62,8 @@ class ReproduceOuro:
 
 Scales the state by α from 0.1 to 10 before the readout, at every depth, with the norm before the head and without it
 (the norm inside the loop stays); radial gradient share; perplexity and throughput at every depth; norms of tokens; what
-the exit gate does; downstream tasks, if asked for. Writes ouro.json, tables and figures. What has been measured is kept:
-the same command goes on after an interruption. Exit code 1 when the loss is not flat with the norm, or not sharp
+the exit gate does; downstream tasks, if asked for. Writes ouro.json, tables and figures. What has been measured is
+kept: the same command goes on after an interruption. Exit code 1 when the loss is not flat with the norm, or not sharp
 without.
 
 examples:
