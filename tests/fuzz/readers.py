@@ -10,13 +10,15 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from atlas_samples import sample_atlas, write_atlas
 from checkpoints import OURO, ouro_tensors, save_folder, save_sharded
 from report_samples import write_reproduction, write_run
 
@@ -26,19 +28,23 @@ from loopscope.config import Config, DataConfig, TrainingConfig, config_to_dict,
 from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
 from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
+from loopscope.experiments.atlas_properties import atlas_tables
+from loopscope.experiments.atlas_record import collect
 from loopscope.experiments.claims import judge_all
 from loopscope.experiments.ledger import Ledger
 from loopscope.experiments.ouro_record import OuroRecord
 from loopscope.experiments.ouro_tables import ouro_tables
+from loopscope.experiments.probe import PARTS, has_probe, read_probe
 from loopscope.experiments.results import read_results
 from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.tables import all_tables, depths_csv
 from loopscope.files import read_as
-from loopscope.inference.halting import RULES, parse_halting
+from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
+from loopscope.report.atlas import render
 from loopscope.report.page import build_report
-from loopscope.runs import RunFolder
+from loopscope.runs import RunFolder, write_json
 from loopscope.targets import open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks
@@ -207,7 +213,7 @@ def ledger(folder: Path) -> Any:
     (folder / "rows").mkdir(exist_ok=True)
     (folder / "run").rename(folder / "rows" / ROW)
     config = Config(model=MODEL, training=TrainingConfig(steps=3))
-    spec = RowSpec(condition="per-loop+rmsnorm", recipe="paper", seed=42, config=config)
+    spec = RowSpec(condition="per-loop+rmsnorm", recipe="paper", seed=42, config=config, audit=False, halting=True)
     book = Ledger(folder)
     return book.status(spec), book.last_words(spec)
 
@@ -245,6 +251,39 @@ def results(folder: Path) -> list[str]:
 
 def tables_of_text(result: list[str], whole: list[str]) -> bool:
     return all(isinstance(table, str) and table for table in result)
+
+
+# --- atlases ---------------------------------------------------------------------------------------------------------
+
+
+def make_atlas(folder: Path) -> None:
+    """An atlas whose rows are gone, and a row with its probe."""
+    record = sample_atlas()
+    names = {design.name for design in record.designs[:2]}
+    entries = [entry for entry in record.entries if entry.design in names]
+    write_atlas(folder / "atlas", replace(record, designs=record.designs[:2], entries=entries))
+    write_json(folder / "probe.json", next(entry.probe for entry in entries if entry.probe).to_json())
+
+
+def atlas_page(folder: Path) -> str:
+    """As `atlas --rebuild` makes it."""
+    record = collect(folder / "atlas", ["paper-rmsnorm", "paper-layernorm"])
+    json.dumps(record.to_json(), allow_nan=False)
+    for table in atlas_tables(record):
+        table.markdown()
+    return render(record)
+
+
+def row_probe(folder: Path) -> tuple[Any, bool]:
+    found = read_probe(folder, {})
+    if found is not None:
+        json.dumps(found.to_json(), allow_nan=False)
+    return found, has_probe(folder, 300)
+
+
+def probed_or_open(result: tuple[Any, bool], whole: tuple[Any, bool]) -> bool:
+    """What counts as done has all its parts."""
+    return not result[1] or all(getattr(result[0], name) or name in result[0].problems for name in PARTS)
 
 
 # --- text and tokens -------------------------------------------------------------------------------------------------
@@ -407,13 +446,29 @@ def make_policy(folder: Path) -> None:
     (folder / "policy.json").write_text(json.dumps(whole, indent=2))
 
 
-def policy(folder: Path) -> tuple[str, float]:
-    halting = parse_halting(str(folder / "policy.json"))
-    return halting.rule.name, halting.threshold
+def make_probe_policy(folder: Path) -> None:
+    make_policy(folder)
+    whole = json.loads((folder / "policy.json").read_text())
+    weights = [[0.5, -0.25, 1e-3], [0.0, 2.0, -1.0], [1.5, 0.125, 3.0]]
+    probe = {"rule": "probe", "fill": "project", "width": 3, "probe": {"weights": weights, "biases": [0.5, -1.0, 0.0]}}
+    (folder / "policy.json").write_text(json.dumps({**whole, **probe}, indent=2))
 
 
-def is_a_policy(found: tuple[str, float], _: object) -> bool:
-    return found[0] in RULES and found[1] == found[1]
+def policy(folder: Path) -> Halting:
+    return parse_halting(str(folder / "policy.json"))
+
+
+def is_a_policy(found: Halting, _: object) -> bool:
+    """A known rule and a number; a probe has a finite weight for every channel of every loop but the last."""
+    rule = found.rule
+    if isinstance(rule, Probe):
+        rows = [*rule.weights_KD, rule.biases_K]
+        whole = len(rule.weights_KD) == len(rule.biases_K) == (found.num_loops or 0) - 1
+        whole &= all(len(row) == found.width for row in rule.weights_KD)
+        whole &= all(math.isfinite(each) for row in rows for each in row)
+    else:
+        whole = rule.name in RULES
+    return whole and found.threshold == found.threshold and found.fill in FILLS
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -432,17 +487,20 @@ def _readers() -> Iterable[Reader]:
         yield Reader("resume, forged", f"run/{STEP}/{file}", make_run, resume, same_form, correct_sums)
     for file in (f"{STEP}/state.json", shard_of()):
         yield Reader("resume of shards, forged", f"run/{file}", make_sharded, resume, same_form, correct_sums)
-    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "eval.json", "audit.json", "row.json"):
+    results = ("eval.json", "audit.json", "halting.json")
+    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "row.json", *results):
         yield Reader("page", f"run/{file}", make_run, page, is_a_page)
     yield Reader("metrics", "run/metrics.jsonl", make_run, metrics, metrics_kept)
-    for file in ("metrics.jsonl", "row.json", "eval.json", "audit.json", "log.txt"):
+    for file in ("metrics.jsonl", "row.json", "log.txt", *results):
         yield Reader("ledger", f"run/{file}", make_run, ledger, a_state)
     yield Reader("data of a run", "run/manifest.json", make_run, data_record, anything)
     for file in ("grid.json", "claims.json"):
         yield Reader("page of a grid", f"grid/{file}", make_grid, grid_page, is_a_page)
-    for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "eval", "audit", "manifest"))):
+    for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "eval", "audit", "halting", "manifest"))):
         yield Reader("claims and tables", f"grid/{file}", make_grid, results, tables_of_text)
     yield Reader("claims and tables", f"grid/rows/{ROW}/config.yaml", make_grid, results, tables_of_text)
+    yield Reader("page of an atlas", "atlas/atlas.json", make_atlas, atlas_page, is_a_page)
+    yield Reader("probe of a row", "probe.json", make_atlas, row_probe, probed_or_open)
     for file in ("a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.zst", "a.parquet"):
         yield Reader("text", file, make_texts, documents_of(file), texts)
     for file in ("manifest.json", "tokens-00000.bin", "token-bytes.bin", "byte-exceptions.bin"):
@@ -450,6 +508,7 @@ def _readers() -> Iterable[Reader]:
     yield Reader("memory", "memory.json", make_memory, memory, lambda found, whole: found == 0)
     yield Reader("checks of Ouro", "ouro.json", make_ouro_record, ouro_record, a_verdict)
     yield Reader("halting policy", "policy.json", make_policy, policy, is_a_policy)
+    yield Reader("halting policy with a probe", "policy.json", make_probe_policy, policy, is_a_policy)
     for file in ("config.json", "model.safetensors"):
         yield Reader("Hugging Face folder", f"hf/{file}", make_ouro, open_hf, anything)
     yield Reader("Hugging Face folder", "hf/tokenizer.json", make_ouro, open_hf, equal)

@@ -25,7 +25,7 @@ from loopscope.errors import LoopscopeError
 FEWEST_CASES = 3000
 MOST_MIB = 300
 """By which resident memory may rise above what is in use; the largest file of a case has a megabyte."""
-SLOW = ("page", "page of a grid", "claims and tables")
+SLOW = ("page", "page of a grid", "page of an atlas", "claims and tables")
 """Readers that take a tenth of a second: a third of the corpus has to do."""
 READ_FROM = {(reader.name, reader.file): reader for reader in READERS}
 

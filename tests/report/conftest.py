@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from browsing import ARGUMENTS, CHROMIUM, WAIT, Tab
 from report_samples import write_reproduction, write_run
 
 from loopscope.report.page import build_report
@@ -28,3 +30,26 @@ def reproduction(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reproduction_page(reproduction: Path) -> str:
     """The page about it."""
     return build_report([reproduction]).html
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """The system's chromium, started once; nothing is downloaded."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=WAIT)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_tab(browser) -> Iterator[Callable[..., Tab]]:
+    tabs = []
+
+    def opened(file: Path, **options: Any) -> Tab:
+        tabs.append(Tab(browser, file, **options))
+        return tabs[-1]
+
+    yield opened
+    for tab in tabs:
+        tab.context.close()

@@ -18,10 +18,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from loopscope.adapters.foreign import FieldError, Fields, Foreign, Weights
+from loopscope.adapters.foreign import FieldError, Fields, Foreign
 from loopscope.config import MOST_LOOPS, Config, ModelConfig, config_from_dict, config_to_dict
 from loopscope.model.looped_lm import LoopedLM, build
 
@@ -90,23 +89,24 @@ def num_loops_of(values: Mapping[str, Any], design: ModelConfig, source: str) ->
     return found
 
 
-def load(fields: Fields, weights: Weights, dtype: torch.dtype = torch.float32) -> Foreign:
-    """The model that config.json describes with the folder's weights; both must fit exactly."""
+def described(fields: Fields) -> Foreign:
+    """The model that config.json describes, without weights."""
     source = str(fields.path)
     config = config_of(fields.values, source)
     design = config.design("an exported folder")
     model = build(design, device="meta")
-    names = tensor_names(model)
-    shapes = {PREFIX + name: tuple(tensor.shape) for name, tensor in own_tensors(model).items()}
-    weights.check(shapes)
-    tensors = {name: weights.read(PREFIX + name, dtype) for name in own_tensors(model)}
-    model.load_state_dict({name: tensors[first] for name, first in names.items()}, assign=True)
     depth = num_loops_of(fields.values, design, source)
     other = f"config.json asks for {depth} loops; it was trained at {design.num_loops}, which is what is meant here"
     step = fields.get("step")
-    known = step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
-    notes = () if depth == design.num_loops else (other,)
-    return Foreign(model.eval(), design.vocab_size, design.max_length, config.objective, notes, step=known)
+    return Foreign(
+        make=lambda: model,
+        vocab_size=design.vocab_size,
+        max_length=design.max_length,
+        objective=config.objective,
+        layout={name: {PREFIX + name: tuple(tensor.shape)} for name, tensor in own_tensors(model).items()},
+        notes=() if depth == design.num_loops else (other,),
+        step=step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None,
+    )
 
 
 def own_tensors(model: LoopedLM) -> dict[str, Tensor]:

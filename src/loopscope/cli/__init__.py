@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 import tyro
 
 from loopscope.checks import check_whole_numbers
+from loopscope.cli.atlas import Atlas
 from loopscope.cli.audit import Audit
 from loopscope.cli.calibrate import Calibrate
 from loopscope.cli.check import Check
@@ -33,6 +34,7 @@ from loopscope.cli.quickstart import Quickstart
 from loopscope.cli.remedy import Remedy
 from loopscope.cli.report import Report
 from loopscope.cli.reproduce import Reproduce
+from loopscope.cli.scaling import Scaling
 from loopscope.cli.terminal import print_text, say
 from loopscope.cli.train import Train
 from loopscope.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
@@ -51,6 +53,8 @@ examples:
   loopscope convert runs/NAME out/       for Hugging Face's libraries, and back
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
   loopscope reproduce ouro TARGET        its checks of Ouro 1.4B, on any checkpoint of its kind
+  loopscope atlas                        every published design, audited: who hides what
+  loopscope scaling runs/                what a further loop is worth, in parameters
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
@@ -83,6 +87,8 @@ VERBS: dict[str, type[Any]] = {
     "convert": Convert,
     "plan": Plan,
     "reproduce": Reproduce,
+    "atlas": Atlas,
+    "scaling": Scaling,
     "report": Report,
     "env": Env,
 }

@@ -38,6 +38,9 @@ class Eval:
     """Text to evaluate on instead of the run's validation split."""
     tokenizer: str | None = None
     """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    dtype: str | None = None
+    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
+    weights are opened in float32, and everything else as it is."""
     batch: int = 16
     """Sequences at a time."""
     length: int | None = None
@@ -60,6 +63,9 @@ class Eval:
     """Examples before every question of a task; by default as the task says."""
     limit: int | None = None
     """Questions of each task; all by default."""
+    policies: str | None = None
+    """Halting policies that `loopscope calibrate` wrote, or RULE:THRESHOLD, as a.json,b.json: what the text costs under
+    each, and how many loops a token, beside the fixed depths."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -74,6 +80,7 @@ examples:
   loopscope eval runs/raw --data wiki/test.txt --json
   loopscope eval runs/raw --depths 1..8 --speed
   loopscope eval runs/raw --cache-policies
+  loopscope eval runs/raw --policies margin.json,probe.json --speed
   loopscope eval runs/raw --exit-gap               are its exits badly read, or not yet computed?
   loopscope eval downloads/Ouro-1.4B --tasks lambada_openai,piqa --depths 1..4"""
 
@@ -100,11 +107,12 @@ examples:
         if self.tasks is not None:
             return self._run_tasks(self.tasks)
         check_sources(self.data or ())
+        from loopscope.targets import open_target
         from loopscope.verbs.evaluation import evaluate
 
         with progress(self.target) as advance:
             result = evaluate(
-                self.target,
+                open_target(self.target, dtype=self.dtype),
                 depths=None if self.depths is None else parse_depths(self.depths),
                 data=self.data,
                 tokenizer=self.tokenizer,
@@ -114,10 +122,13 @@ examples:
                 speed=self.speed,
                 cache_policies=self.cache_policies,
                 exit_gap=self.exit_gap,
+                policies=[] if self.policies is None else self.policies.split(","),
                 say=say,
                 progress=advance,
             )
-        if result.opened.run is not None:  # what was measured is printed whether or not it can be kept
+        if (
+            result.opened.run is not None and self.dtype is None
+        ):  # what was measured is printed whether or not it can be kept
             try:
                 say(f"scores are in {result.keep()}")
             except (RunError, OSError) as error:
@@ -267,6 +278,14 @@ def _table(result: EvaluationResult) -> Table:
         bytes_kept = [f"{kept[score.k]:,}"] if kept else []
         cells = ["" if number is None else format(number, form) for number, form in numbers]
         table.add_row(str(score.k), *cells, *speeds, *bytes_kept)
+    if scores.halting:
+        table.add_section()
+    for halted in scores.halting:
+        found = ((halted.ce, ".4f"), (halted.perplexity, ".2f"), (halted.bits_per_byte, ".4f"))
+        cells = ["" if number is None else format(number, form) for number, form in found]
+        rate = "" if halted.tokens_per_second is None else f"{halted.tokens_per_second:,.0f}"
+        speeds = [rate if what == "decode" else "" for what in timed]
+        table.add_row(f"{halted.policy}: {halted.mean_loops:.2f}", *cells, "", *speeds)
     return table
 
 
@@ -281,17 +300,21 @@ def _rate(timing: Timing) -> str:
 
 
 def _chart(result: EvaluationResult) -> str:
-    """Speed of decoding and perplexity at every depth, as bars."""
-    speeds = {depth.k: _timing(result, depth.k, "decode").tokens_per_second or 0.0 for depth in result.scores.depths}
-    found = [depth.perplexity for depth in result.scores.depths if depth.perplexity is not None]
-    best, worst = min(found, default=0.0), max(found, default=0.0)
+    """Speed of decoding and perplexity at every depth and under every policy, as bars."""
+    scores = result.scores
+    points: list[tuple[str, float, float | None]] = [
+        (str(depth.k), _timing(result, depth.k, "decode").tokens_per_second or 0.0, depth.perplexity)
+        for depth in scores.depths
+    ]
+    points += [(f"{each.mean_loops:.2f}", each.tokens_per_second or 0.0, each.perplexity) for each in scores.halting]
+    found = [perplexity for _, _, perplexity in points if perplexity is not None]
+    best, worst, fastest = min(found, default=0.0), max(found, default=0.0), max(speed for _, speed, _ in points)
     lines = ["loops  decoding, tokens/s                 perplexity, and by how much it is above the best"]
-    for depth in result.scores.depths:
-        speed, perplexity = speeds[depth.k], depth.perplexity
+    for loops, speed, perplexity in points:
         above = 0.0 if perplexity is None or worst == best else (perplexity - best) / (worst - best)
         shown = "" if perplexity is None else f"{perplexity:,.2f}"
         lines.append(
-            f"{depth.k:>5}  {bar(speed / max(speeds.values()), 20):<20} {speed:>10,.0f}  {shown:>10} {bar(above, 20)}"
+            f"{loops:>5}  {bar(speed / fastest, 20):<20} {speed:>10,.0f}  {shown:>10} {bar(above, 20)}".rstrip()
         )
     return "\n".join(lines)
 

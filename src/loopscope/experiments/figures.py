@@ -1,4 +1,4 @@
-"""Figures of arXiv 2606.24898 from the files of a grid (1–4, the α-sweep) and of ouro.json (5–7), as SVG and PDF.
+"""Figures of arXiv 2606.24898 from the files of a grid (1–4, α-sweep, gates) and of ouro.json (5–7), as SVG and PDF.
 
 The same files give the same bytes: no dates, fixed identifiers. No torch here.
 """
@@ -22,7 +22,17 @@ from loopscope.experiments.conditions import CONDITIONS
 from loopscope.experiments.evidence import ROLLOUT, symlog, unsymlog
 from loopscope.experiments.ouro_record import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord
 from loopscope.experiments.results import Results, View, mean
-from loopscope.readings import AuditedLoop, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
+from loopscope.readings import (
+    SATURATED_LOGIT,
+    AuditedLoop,
+    Gate,
+    Measure,
+    Run,
+    alpha_changes,
+    exit_failure,
+    final_norm,
+    perplexity_at,
+)
 from loopscope.runs import file_written_whole
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
@@ -62,11 +72,11 @@ def draw_all(results: Results, folder: Path) -> list[Path]:
         for name, draw in FIGURES.items():
             with mpl.rc_context(SETTINGS):
                 figure = draw(results.view(recipe))
-            written += _save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
+            written += save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
     return written
 
 
-def _save(figure: Figure | None, path: Path) -> Iterator[Path]:
+def save(figure: Figure | None, path: Path) -> Iterator[Path]:
     """Write a figure, or take away the one of earlier rows where there is nothing to draw any more."""
     for ending, metadata in NO_DATES.items():
         target = path.with_name(f"{path.name}.{ending}")
@@ -78,7 +88,8 @@ def _save(figure: Figure | None, path: Path) -> Iterator[Path]:
         yield target
 
 
-def _figure(columns: int = 1, *, width: float = 8.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+def new_figure(columns: int = 1, *, width: float = 8.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """An empty figure with axes side by side."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
@@ -116,7 +127,7 @@ EXIT_TICKS = (-10, -3, -1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 def exit_plane(view: View) -> Figure | None:
     """Exit failure CE(1) − CE(K) against the final norm: placement moves one, the readout the other."""
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("log")
     axes.set_yscale("function", functions=(symlog, unsymlog))
     axes.yaxis.set_major_locator(FixedLocator(EXIT_TICKS))
@@ -138,7 +149,7 @@ def exit_plane(view: View) -> Figure | None:
 
 def visibility_activity(view: View) -> Figure | None:
     """How well the loss sees the scale, against how strongly the loop carries it."""
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("symlog", linthresh=1e-6)
     if not _points(axes, view, _visibility, _activity):
         return None
@@ -168,7 +179,7 @@ def thirty_loops(view: View) -> Figure | None:
     names = [name for name in view.conditions() if any(row.loops for row in view.of(name).values())]
     if not names:
         return None
-    figure, (scale, increment, angle) = _figure(3, width=11.5, height=3.9)
+    figure, (scale, increment, angle) = new_figure(3, width=11.5, height=3.9)
     for name in names:
         colour, marker = STYLES[name]
         line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3, "linewidth": 1.2}
@@ -217,7 +228,7 @@ def frontier(view: View) -> Figure | None:
     timed = [row.evaluation.throughput for row in view.rows if row.evaluation and row.evaluation.throughput]
     if not names or not timed:
         return None
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     ks = sorted(set(timed[0]).intersection(*timed))
     speeds = [statistics.median(each[k] for each in timed) for k in ks]
     for name in names:
@@ -247,7 +258,7 @@ def alpha_sweep(view: View) -> Figure | None:
     curves = {name: curve for name, curve in curves.items() if curve[0]}
     if not curves:
         return None
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=0.01)
     for place, (name, (alphas, change)) in enumerate(curves.items()):
@@ -272,6 +283,56 @@ def _curve(view: View, name: str) -> tuple[list[float], list[float]]:
     return alphas, [mean(changes[alpha] for changes in same) for alpha in alphas]
 
 
+# --- gates -----------------------------------------------------------------------------------------------------------
+
+GATE_LINES = {"h": "-", "norm(h)": ":"}
+
+
+def gates(view: View) -> Figure | None:
+    """The same gate on h (solid) and on norm(h) (dotted): how large its logits get where the state is long, and what it
+    saves at the same bound."""
+    names = [name for name in view.conditions() if any(_gates(view, name, reads) for reads in GATE_LINES)]
+    if not names:
+        return None
+    figure, (size, saving) = new_figure(2, width=10.5, height=3.9)
+    for place, name in enumerate(names):
+        colour, marker = STYLES[name]
+        for reads, dashes in GATE_LINES.items():
+            found = _gates(view, name, reads)
+            loops = [loop for gate in found for loop in gate.loops if loop.k and loop.norm and loop.logit is not None]
+            ks = sorted({loop.k for loop in loops if loop.k})
+            norms = [mean(loop.norm for loop in loops if loop.k == k and loop.norm) for k in ks]
+            logits = [mean(loop.logit for loop in loops if loop.k == k and loop.logit is not None) for k in ks]
+            look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linestyle": dashes}
+            label = _label(view, name) if reads == "h" else None
+            size.plot(norms, logits, linewidth=1.2, label=label, **look)
+            saved = [value for gate in found if (value := gate.saved) is not None]
+            if saved:
+                at = place + (-0.2 if reads == "h" else 0.2)
+                fill = colour if reads == "h" else "none"
+                saving.bar(at, mean(saved), 0.38, facecolor=fill, edgecolor=colour, linestyle=dashes)
+    size.set_xscale("log")
+    size.set_yscale("log")
+    size.axhline(SATURATED_LOGIT, color="0.5", linewidth=0.8)
+    for axis in (size.xaxis, size.yaxis):
+        _plain(axis)
+    size.set_xlabel(f"norm ‖h_k‖, loops 1 … {ROLLOUT}")
+    size.set_ylabel("mean |logit| of the gate")
+    size.set_title("a gate on h (solid) and on norm(h) (dotted)")
+    saving.axhline(0, color="0.5", linewidth=0.8)
+    saving.set_xticks([])
+    saving.set_ylabel("loops saved beyond the fixed depth")
+    saving.set_title("saved at the same bound: on h (full), norm(h) (open)")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def _gates(view: View, name: str, reads: str) -> list[Gate]:
+    """The gates of a condition's rows that read this."""
+    found = [gate for row in view.of(name).values() if row.halting for gate in row.halting.gates]
+    return [gate for gate in found if gate.reads == reads]
+
+
 def _label(view: View, name: str) -> str:
     return f"{CONDITIONS[name].title} (n={len(view.of(name))})"
 
@@ -282,6 +343,7 @@ FIGURES: dict[str, Draw] = {
     "figure3_thirty_loops": thirty_loops,
     "figure4_frontier": frontier,
     "alpha_sweep": alpha_sweep,
+    "gates": gates,
 }
 
 
@@ -306,7 +368,7 @@ def _draw(figures: dict[str, Callable[[], Figure | None]], folder: Path) -> list
     for name, draw in figures.items():
         with mpl.rc_context(SETTINGS):
             figure = draw()
-        written += _save(figure, folder / name)
+        written += save(figure, folder / name)
     return written
 
 
@@ -342,7 +404,7 @@ def _sweep_figure(
     alphas: list[float | None], curves: dict[str, tuple[LoopStates, str, tuple[str, str]]], title: str
 ) -> Figure:
     """Change of CE against α; the legend has the CE at α = 1, where every curve is zero."""
-    figure, (axes,) = _figure()
+    figure, (axes,) = new_figure()
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=0.01)
     xs, middle = [math.nan if alpha is None else alpha for alpha in alphas], alphas.index(1.0)
@@ -371,7 +433,7 @@ def _depth(record: OuroRecord) -> Callable[[], Figure | None]:
         if record.depths is None:
             return None
         scored = bool(record.tasks)
-        figure, panels = _figure(3 if scored else 2, width=11.5 if scored else 8.0, height=3.6)
+        figure, panels = new_figure(3 if scored else 2, width=11.5 if scored else 8.0, height=3.6)
         look: dict[str, Any] = {"color": "#d55e00", "marker": "o", "markersize": 4, "linewidth": 1.4}
         curve(panels[0], {depth.k: depth.perplexity for depth in record.depths.depths}, **look)
         panels[0].set_ylabel("perplexity")

@@ -1,4 +1,4 @@
-"""One row of a grid, as a process of its own: train or resume, evaluate, audit.
+"""One row of a grid or an atlas, as a process of its own: train or resume, evaluate, audit, calibrate, probe.
 
     python -m loopscope.experiments.row_process FOLDER SPEC WAIT
 
@@ -22,21 +22,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
+from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError, UnsupportedError
 from loopscope.experiments.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
     TRAINED_AUDIT,
     UNTRAINED_AUDIT,
     has_audit,
+    is_calibrated,
     is_complete,
     is_evaluated,
+    is_measured,
     read_record,
     write_record,
 )
+from loopscope.experiments.probe import PROBE, has_probe
 from loopscope.experiments.rows import EXTRA_LOOPS, RowSpec
 from loopscope.machine import limit_cpu_isa
-from loopscope.readings import RowRecord
+from loopscope.readings import CalibratedHalting, RowRecord
 from loopscope.runs import RunFolder, folder_written_whole, write_json
 from loopscope.scores import Evaluation
 
@@ -77,6 +80,7 @@ def _run_noting(spec: RowSpec, run: RunFolder) -> int:
         name=spec.name,
         condition=spec.condition,
         recipe=spec.recipe,
+        text=spec.text,
         seed=spec.seed,
         state="running",
         attempts=before.attempts + 1,
@@ -117,8 +121,20 @@ class GuardStopError(LoopscopeError):
 
 
 def _run_stages(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
+    if not is_measured(run.path, spec):  # a row that has been is never trained again, even if its weights are gone
+        _train_and_measure(spec, run, record)
+    if spec.halting and not is_calibrated(run.path, spec):
+        with _stage(run, record, "calibrating"):
+            calibrate_row(spec, run)
+    if spec.probe:
+        with _stage(run, record, "probing"):
+            probe_row(spec, run)
+
+
+def _train_and_measure(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
     with _stage(run, record, "training"):
-        _copy_tokenizer(run)
+        if not spec.text:
+            _copy_tokenizer(run)
         result = train_row(spec, run)
         if result.outcome == "interrupted" or result.was_signalled:
             raise KeyboardInterrupt
@@ -233,6 +249,37 @@ def audit_row(spec: RowSpec, run: RunFolder) -> None:
         write_json(run.path / TRAINED_AUDIT, audit(opened, say=say).to_json())
 
 
+def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
+    """halting.json: what a calibrated halting rule saves; a row that cannot tell any more says why."""
+    from loopscope.experiments.row_halting import measure_halting
+    from loopscope.targets import open_target
+    from loopscope.training.checkpoint import list_steps
+    from loopscope.verbs.text import tokens_for
+
+    steps, loops = spec.config.training.steps, spec.config.model.num_loops
+    checkpoints = list_steps(run.checkpoints)
+    if not checkpoints or int(checkpoints[-1].name.removeprefix("step-")) != steps:
+        gone = f"the checkpoint of step {steps} is gone, and with it what could be calibrated"
+        result = CalibratedHalting(step=steps, num_loops=loops, reason=gone)
+    else:
+        opened = open_target(run.path)
+        tokens_for(opened, None, say)  # text that is missing fails the row; text that is short is a result
+        try:
+            result = measure_halting(opened, steps, say)
+        except (DataError, UnsupportedError) as error:
+            result = CalibratedHalting(step=steps, num_loops=loops, reason=str(error))
+    write_json(run.path / "halting.json", result.to_json())
+
+
+def probe_row(spec: RowSpec, run: RunFolder) -> None:
+    """probe.json: how tokens move, what the first exit lacks, cache policies and cost; what fails is told in it."""
+    from loopscope.experiments.probing import probe
+    from loopscope.targets import open_target
+
+    if not has_probe(run.path, spec.config.training.steps):
+        write_json(run.path / PROBE, probe(open_target(run.path), say).to_json())
+
+
 # --- small parts -----------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +296,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _copy_tokenizer(run: RunFolder) -> None:
-    """The grid's tokenizer becomes the row's own, whole or not at all."""
+    """The tokenizer of the shared text becomes the row's own, whole or not at all."""
     common, own = run.path.parent.parent / "tokenizer", run.path / "tokenizer"
     if common.is_dir() and not own.exists():
         with folder_written_whole(own) as beside:

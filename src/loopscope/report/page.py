@@ -83,7 +83,16 @@ CHAPTERS: tuple[tuple[tuple[str, str, str, str], tuple[Draw, ...]], ...] = (
             "Depth and quality: the frontier",
             "What each further loop buys.",
         ),
-        (figures.frontier, figures.speed),
+        (figures.frontier, figures.halting, figures.speed),
+    ),
+    (
+        (
+            "halting",
+            "Halting",
+            "Leaving early: halting and gates",
+            "Which loops a token can do without, and whether a gate can tell.",
+        ),
+        (figures.gates,),
     ),
 )
 """The chapters with charts: anchor, short and full title, a word on why, charts. Before them stands the verdict."""
@@ -137,7 +146,7 @@ def render(inputs: Inputs, title: str | None = None) -> Page:
     verdict = judge(groups, audits, claims, inputs.reproductions)
     scripts = [plotly_script(), (HERE / "page.js").read_text("utf-8")]
     html = (
-        _environment()
+        environment()
         .get_template("template.html")
         .render(
             title=title or _title(inputs),
@@ -220,7 +229,8 @@ def _title(inputs: Inputs) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """The templates of this folder; whatever they are given is escaped."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,

@@ -84,7 +84,7 @@ def convert(
     api = None if push is None else _hub_api(push)
     place = Path(out).expanduser().absolute()
     _check_place(place, overwrite)
-    opened = open_target(target)
+    opened = open_target(target, dtype="own")
     source = _Source.of(opened, dtype)
     with _written(place) as beside:
         if to == "hf":

@@ -1,0 +1,163 @@
+"""`loopscope atlas`: every published design, audited before and after a short training, on one page."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from loopscope.cli.rows import run_rows
+from loopscope.cli.terminal import duration, print_json, print_tables, print_words, say
+from loopscope.designs import DESIGNS
+from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
+from loopscope.experiments.atlas_record import HOPS_STEPS, SEED, STEPS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from loopscope.experiments.atlas import Request
+    from loopscope.experiments.atlas_record import AtlasRecord, Setting
+    from loopscope.experiments.backends import Backend
+    from loopscope.experiments.rows import Layout
+
+IN_TERMINAL = ("untrained", "trained", "growth", "far", "motion", "beyond")
+"""Columns that fit a terminal; the page has all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Atlas:
+    """Flags of `loopscope atlas`."""
+
+    designs: str = "all"
+    """Designs with commas between; see docs/designs.md for their names."""
+    steps: int = STEPS
+    """Training steps of a row of text."""
+    hops_steps: int = HOPS_STEPS
+    """Training steps of a row of pointer chasing (task:hops), which at most six designs get; 0 leaves it out."""
+    data: tuple[str, ...] | None = None
+    """Training text, as in `loopscope train`; by default the built-in one."""
+    seed: int = SEED
+    """Seed of weights, batches and dropout."""
+
+    out: Path = Path("runs/atlas")
+    """Output folder: atlas.json, tables/, figures/, atlas.html, and a folder for every row."""
+    on: str = "here"
+    """Where rows run: here, ray (a cluster of this machine) or ray:ADDRESS."""
+    rows_at_once: int | None = None
+    """Rows that run side by side; by default as many as there are cores for, and on Ray as it has room."""
+    threads: int = 1
+    """CPU threads of a row."""
+    retries: int = 1
+    """Further attempts at a row whose process crashed."""
+    rebuild: bool = False
+    """Run nothing; only make tables, figure and page from what is there."""
+    json: bool = False
+    """Print atlas.json."""
+
+    help: ClassVar[str] = f"""Audit every published looped design, before and after a short training: who hides what?
+
+Each design at demo size, under the paper's and a modern recipe on text, some on pointer chasing: blind, visible,
+removed and damped variables of the state with their free ranges, growth of its norm, how tokens move, what the first
+exit lacks, depths beyond training, safe cache policies, cost. The same command resumes after an interruption; other
+--designs on the same --out are added. A design that fails is told in its cells.
+
+designs: {", ".join(DESIGNS)}
+
+examples:
+  loopscope atlas
+  loopscope atlas --designs paper-rmsnorm,ouro,huginn --steps 30 --hops-steps 0
+  loopscope atlas --on ray:auto --out runs/atlas-cluster
+  loopscope atlas --rebuild --out runs/atlas"""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows_at_once", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError.of(name, value, "must be at least 1")
+        for name in ("hops_steps", "retries"):
+            if getattr(self, name) < 0:
+                raise ConfigError.of(name, getattr(self, name), "must not be negative")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
+
+    def run(self) -> int:
+        """Run what is not finished, then write what was found, and print it."""
+        from loopscope.report.atlas import publish
+
+        request = self._request()
+        if not self.rebuild:
+            try:
+                run_rows(lambda: self._laid_out(request), self._backend, self.retries)
+            except KeyboardInterrupt:
+                say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
+                return EXIT_INTERRUPTED
+        record = publish(self.out)
+        if not record.entries:
+            raise RunError(f"{self.out} has no row yet; run its command again, without --rebuild")
+        if self.json:
+            print_json(**record.to_json())
+            return EXIT_OK
+        print_tables(*(_table(record, setting) for setting in record.settings()))
+        print_words("\n".join(_in_words(self.out, record)))
+        return EXIT_OK
+
+    def _request(self) -> Request:
+        from loopscope.experiments.atlas import Request, parse_designs
+
+        return Request(
+            designs=parse_designs(self.designs),
+            steps=self.steps,
+            hops_steps=self.hops_steps,
+            data=self.data,
+            seed=self.seed,
+            threads=self.threads,
+        )
+
+    def _laid_out(self, request: Request) -> Layout:
+        """The rows, with a word on how long those that are left will take."""
+        from loopscope.experiments.atlas import laid_out
+        from loopscope.experiments.backends import usable_cores
+        from loopscope.experiments.estimate import total_seconds
+        from loopscope.experiments.ledger import Ledger
+
+        layout = laid_out(request, self.out, ["loopscope", *sys.argv[1:]], say)
+        ledger = Ledger(layout.out)
+        left = [spec for spec in layout.rows if ledger.status(spec).state != "finished"]
+        if left and self.on == "here":
+            slots = self.rows_at_once or max(1, usable_cores() // self.threads)
+            say(f"timing a training step of each design; {len(left)} rows, {slots} side by side")
+            say(f"about {duration(total_seconds(left, slots))} on this machine as busy as it is now")
+        return layout
+
+    def _backend(self) -> Backend:
+        from loopscope.experiments.backends import make_backend
+
+        return make_backend(self.on, rows_at_once=self.rows_at_once, threads=self.threads, gpus=0, retries=self.retries)
+
+
+def _table(record: AtlasRecord, setting: Setting) -> Table:
+    from rich.table import Table
+
+    from loopscope.experiments.atlas_properties import PROPERTIES, cell_of
+
+    columns = [each for each in PROPERTIES if each.key in IN_TERMINAL]
+    table = Table("design", title=setting.title, title_justify="left", show_lines=True)
+    for each in columns:
+        table.add_column(each.title, overflow="fold")
+    for design in record.designs:
+        if (entry := record.entry(design.name, setting)) is not None:
+            table.add_row(design.name, *(cell_of(entry, each).text for each in columns))
+    return table
+
+
+def _in_words(out: Path, record: AtlasRecord) -> list[str]:
+    trained = [entry for entry in record.entries if entry.trained is not None and entry.is_learnt is not False]
+    blind = [entry for entry in trained if entry.trained is not None and entry.trained.blind]
+    lines = [f"A blind variable in {len(blind)} of {len(trained)} trained rows of {len(record.designs)} designs."]
+    for entry in record.entries:
+        if entry.is_learnt is False:
+            lines.append(f"{entry.row} did not learn its task: {entry.accuracy:.0%} right.")
+        if entry.error:
+            lines.append(f"{entry.row or entry.anchor} {entry.state}: {entry.error}")
+    return [*lines, f"The matrix with its evidence: {out}/atlas.html; atlas.json, tables and figures beside it."]

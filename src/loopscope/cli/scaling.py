@@ -1,0 +1,121 @@
+"""`loopscope scaling`: what a further loop is worth in parameters, from the losses of many runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
+from loopscope.errors import EXIT_OK, ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from loopscope.experiments.scaling import Scaling as Found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Flags of `loopscope scaling`."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Run folders, or folders of them: several sizes, numbers of loops and token budgets."""
+    law: Literal["iso-depth", "parcae"] = "iso-depth"
+    """iso-depth fits what a loop is worth; parcae counts parameters unrolled and fits depth at test time."""
+    starts: int = 500
+    """Starting points of each fit."""
+    bootstraps: int = 200
+    """Draws of (budget, loops) cells behind the interval."""
+    seed: int = 0
+    """Of starting points and draws."""
+    out: Annotated[Path, tyro.conf.arg(aliases=("-o",))] = Path("scaling")
+    """Folder for scaling.json and the figure."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    help: ClassVar[str] = """Fit what a loop is worth: L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β, φ with its interval.
+
+Each finished run is a point: r its loops, N_rec the parameters of the loop, N_once its others without embeddings, D the
+tokens it was trained on, L its validation loss. φ = 1 says that a loop is as good as parameters of its own, φ = 0 that
+it is worth nothing; both are fitted beside, and judged on cells that were left out. Runs that cannot tell are refused
+with what is missing; docs/scaling.md has a grid that can.
+
+examples:
+  loopscope scaling runs/scaling
+  loopscope scaling runs/scaling --law parcae
+  loopscope scaling runs/a runs/b runs/c -o laws --json"""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ConfigError("name the folders of runs, or a folder that holds them: loopscope scaling runs/")
+        for name in ("starts", "bootstraps"):
+            if not 1 <= getattr(self, name) <= 100_000:
+                raise ConfigError.of(name, getattr(self, name), "must be between 1 and 100,000")
+        if self.seed < 0:
+            raise ConfigError.of("seed", self.seed, "must not be negative")
+
+    def run(self) -> int:
+        """Read the runs, fit, write and print."""
+        from loopscope.experiments.scaling import scaling
+        from loopscope.experiments.scaling_points import points_of
+        from loopscope.report.inputs import read_inputs
+        from loopscope.runs import write_json
+
+        points, left_out = points_of(read_inputs(self.runs).runs)
+        for line in left_out:
+            say(line)
+        say(f"fitting {len(points)} runs from {self.starts} starts, {self.bootstraps} bootstraps")
+        found = scaling(points, law=self.law, starts=self.starts, bootstraps=self.bootstraps, seed=self.seed)
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_json(self.out / "scaling.json", {"schema_version": 1, **found.to_json()})
+        self._draw(found)
+        if self.json:
+            print_json(**found.to_json())
+            return EXIT_OK
+        print_tables(_fits_table(found), *([_worth_table(found)] if found.is_told else []))
+        print_words(found.summary)
+        if found.test_time is not None:
+            law = found.test_time
+            says = (
+                f"At test time L(T) = L_∞ + {law.Z:.3g}·exp(−{law.z:.3g}·T/μ), z in [{law.z_low:.3g}, {law.z_high:.3g}]"
+            )
+            print_words(f"{says} over {law.runs} runs, missed by {law.error:.2%}.")
+        print_text(f"scaling.json and the figure: {self.out}")
+        return EXIT_OK
+
+    def _draw(self, found: Found) -> None:
+        try:
+            from loopscope.experiments.scaling_figure import draw
+        except ImportError as error:
+            say(f"no figure: it needs {error.name}; run: pip install 'loopscope[report]'")
+            return
+        draw(found, self.out)
+
+
+def _fits_table(found: Found) -> Table:
+    from rich.table import Table
+
+    table = Table("φ", title="L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β", title_justify="left")
+    for name in ("E", "A", "α", "B", "β", "missed by", "left out: by"):
+        table.add_column(name, justify="right")
+    for fit in (found.fit, *found.beside):
+        interval = "" if found.phi_low is None or fit.is_phi_fixed else f" [{found.phi_low:.2f}, {found.phi_high:.2f}]"
+        phi = f"{fit.phi:.3f}{interval}" if not fit.is_phi_fixed else f"{fit.phi:g} (fixed)"
+        values = (f"{value:.3g}" for value in (fit.E, fit.A, fit.alpha, fit.B, fit.beta))
+        table.add_row(phi, *values, f"{fit.error:.2%}", f"{fit.held_out_error or 0:.2%}")
+    return table
+
+
+def _worth_table(found: Found) -> Table:
+    from rich.table import Table
+
+    table = Table("loop r", title="what the r-th loop is worth, in recurrent parameters", title_justify="left")
+    for name in ("r^φ − (r−1)^φ", "95 % interval"):
+        table.add_column(name, justify="right")
+    for each in found.worth:
+        table.add_row(str(each.loop), f"{each.worth:.2f}", f"[{each.low:.2f}, {each.high:.2f}]")
+    return table

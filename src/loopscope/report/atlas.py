@@ -1,0 +1,279 @@
+"""The page of an atlas: a matrix of designs × properties, a scatter, and the evidence behind every cell.
+
+One HTML file that opens offline: no library, no request to anywhere. What a file says is escaped, as on the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from loopscope.designs import DESIGNS
+from loopscope.experiments.atlas_properties import (
+    PROPERTIES,
+    Cell,
+    Property,
+    atlas_tables,
+    cell_of,
+    free_range_and_growth,
+)
+from loopscope.experiments.atlas_record import FAR, AtlasRecord, Audited, Described, Entry, Setting, collect
+from loopscope.readings import FURTHEST, driven_by_training, in_fold
+from loopscope.report.charts import Table, plain
+from loopscope.report.drawing import Mark, lines, scatter, standalone_scatter
+from loopscope.report.page import HERE, content_policy, environment
+from loopscope.report.sections import VERDICTS
+from loopscope.runs import write_atomically
+
+PAGE = "atlas.html"
+X_TITLE, Y_TITLE = "free range of the freest variable", f"growth of ‖h‖ to {FAR} loops"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the matrix."""
+
+    design: Described
+    setting: Setting
+    cells: list[tuple[Property, Cell]]
+    anchor: str
+    is_blind: bool | None
+    """Whether anything is blind after training; None where that is not known."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What stands behind the cells of one design in one setting, ready to print."""
+
+    entry: Entry
+    headline: str
+    audits: list[tuple[str, str, Audited | None, Table]]
+    """Part, title, audit, and its variables."""
+    norms: Markup
+    cosine: Markup
+    depths: Table
+    answers: Table
+    mends: Table
+    cache: Table
+    facts: list[tuple[str, str]]
+
+
+def publish(out: Path) -> AtlasRecord:
+    """Read the rows; write atlas.json, tables, figure and page."""
+    record = collect(out, list(DESIGNS))
+    for table in atlas_tables(record):
+        table.write(out / "tables")
+    (out / "figures").mkdir(exist_ok=True)
+    for setting in record.settings():
+        marks = [mark for mark in marks_of(record) if mark.setting == setting.key]
+        if marks:
+            drawn = standalone_scatter(
+                marks, x_title=X_TITLE, y_title=Y_TITLE, furthest=FURTHEST, title=f"{setting.title}: designs"
+            )
+            write_atomically(out / "figures" / f"scatter-{setting.key}.svg", drawn)
+    write_atomically(out / PAGE, render(record))
+    return record
+
+
+def render(record: AtlasRecord) -> str:
+    """The page. The same record gives the same bytes."""
+    script = (HERE / "atlas.js").read_text("utf-8")
+    settings = record.settings()
+    style = (HERE / "page.css").read_text("utf-8") + (HERE / "atlas.css").read_text("utf-8")
+    html = (
+        environment()
+        .get_template("atlas.html")
+        .render(
+            policy=content_policy([script]),
+            style=Markup(style),
+            script=Markup(script),
+            record=record,
+            properties=PROPERTIES,
+            settings=settings,
+            shown=next((each for each in settings if each.key == "modern"), settings[0] if settings else None),
+            matrix=matrix(record),
+            numbers={design.name: n for n, design in enumerate(record.designs, start=1)},
+            scatter=scatter(marks_of(record), x_title=X_TITLE, y_title=Y_TITLE, furthest=FURTHEST),
+            headlines=headlines(record),
+            evidence={design.name: evidence_of(record, design.name) for design in record.designs},
+            far=FAR,
+            tones=VERDICTS,
+        )
+    )
+    return html.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a file is no text
+
+
+def matrix(record: AtlasRecord) -> list[Line]:
+    """Every design in every setting that it was asked for."""
+    made = []
+    for setting in record.settings():
+        for design in record.designs:
+            entry = record.entry(design.name, setting)
+            if entry is None and setting.text:
+                continue  # pointer chasing is asked of a few
+            cells = [(each, cell_of(entry, each)) for each in PROPERTIES]
+            known = entry is not None and entry.trained is not None and entry.is_learnt is not False
+            blind = bool(entry.trained.blind) if known and entry and entry.trained else None
+            anchor = entry.anchor if entry else f"design-{design.name}"
+            made.append(Line(design, setting, cells, anchor, blind))
+    return made
+
+
+def headlines(record: AtlasRecord) -> list[str]:
+    """What the matrix says, in a sentence for each setting."""
+    found = []
+    for setting in record.settings():
+        lines_ = [line for line in matrix(record) if line.setting == setting]
+        known = [line for line in lines_ if line.is_blind is not None]
+        blind = [line.design.title for line in known if line.is_blind]
+        says = f"{setting.title}: {len(blind)} of {len(known)} trained designs carry something that no loss sees"
+        says += f" ({_listed(blind)})." if blind else "."
+        entries = {line.design.title: record.entry(line.design.name, setting) for line in lines_}
+        unlearnt = [title for title, entry in entries.items() if entry is not None and entry.is_learnt is False]
+        failed = [title for title, entry in entries.items() if entry is not None and entry.error]
+        says += f" Not learnt: {_listed(unlearnt)}." if unlearnt else ""
+        says += f" Failed: {_listed(failed)}." if failed else ""
+        found.append(says[0].upper() + says[1:])
+    return found
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def marks_of(record: AtlasRecord) -> list[Mark]:
+    """A mark for every trained design whose free range and growth are known."""
+    made = []
+    for number, design in enumerate(record.designs, start=1):
+        for setting in record.settings():
+            entry = record.entry(design.name, setting)
+            place = free_range_and_growth(entry) if entry else None
+            if entry is None or place is None:
+                continue
+            blind = bool(entry.trained and entry.trained.blind)
+            made.append(Mark(number, design.title, *place, "bad" if blind else "good", entry.anchor, setting.key))
+    return made
+
+
+# --- evidence --------------------------------------------------------------------------------------------------------
+
+
+def evidence_of(record: AtlasRecord, design: str) -> list[Evidence]:
+    """Of every setting of a design."""
+    entries = (record.entry(design, setting) for setting in record.settings())
+    return [_evidence(entry) for entry in entries if entry is not None]
+
+
+def _evidence(entry: Entry) -> Evidence:
+    probe = entry.probe
+    norms = {
+        name: audited.norms
+        for name, audited in (("trained", entry.trained), ("untrained", entry.untrained))
+        if audited is not None
+    }
+    return Evidence(
+        entry=entry,
+        headline=_headline(entry),
+        audits=[
+            (part, title, audited, variables_table(audited))
+            for part, title, audited in (
+                ("untrained", "The state before training", entry.untrained),
+                ("trained", "The state after training", entry.trained),
+            )
+        ],
+        norms=lines(norms, "norm of the state"),
+        cosine=lines(
+            {"median cosine": probe.motion.median_cosine} if probe and probe.motion else {},
+            "cosine with the last loop",
+            log=False,
+        ),
+        depths=_depths_table(entry),
+        answers=_answers_table(entry),
+        mends=_mends_table(entry),
+        cache=_cache_table(entry),
+        facts=_facts(entry),
+    )
+
+
+def _headline(entry: Entry) -> str:
+    if entry.is_learnt is False:
+        return f"not learnt: {entry.accuracy or 0:.0%} of answers right"
+    if entry.trained is not None:
+        return {"blind-spot": "blind spot"}.get(entry.trained.verdict, entry.trained.verdict)
+    return f"{entry.state} while {entry.stage}" if entry.stage else entry.state or "nothing measured"
+
+
+def variables_table(audited: Audited | None) -> Table:
+    """Every variable with its verdict, free range, what training does to it, and the evidence."""
+    header = ["variable", "verdict", "free range", "training", "evidence"]
+    rows = []
+    for one in audited.variables if audited else ():
+        free = "–" if one.free_range is None else in_fold(one.free_range)
+        moved = "–" if one.drift is None else driven_by_training(one.drift) if one.driven else "does not drive it"
+        rows.append([one.name, one.verdict, free, moved, one.evidence])
+    return Table(header, rows)
+
+
+def _depths_table(entry: Entry) -> Table:
+    depths = entry.scores.depths if entry.scores else []
+    rows = [
+        [f"{depth.k}{' (trained)' if depth.k == entry.num_loops else ''}", plain(depth.ce), plain(depth.norm)]
+        for depth in depths
+    ]
+    return Table(["loops", "CE, nats per token", "‖h‖"], rows)
+
+
+def _answers_table(entry: Entry) -> Table:
+    answers = entry.scores.answers if entry.scores else []
+    loops = sorted({k for each in answers for k in each.accuracy})
+    rows = [
+        [f"{each.steps} steps", *(f"{each.accuracy[k]:.0%}" if k in each.accuracy else "–" for k in loops)]
+        for each in answers
+    ]
+    return Table(["right answers", *(f"{k} loops" for k in loops)], rows)
+
+
+def _mends_table(entry: Entry) -> Table:
+    gap = entry.probe.exit_gap if entry.probe else None
+    rows = []
+    for mend in gap.mends if gap else ():
+        share = "–" if mend.share is None else f"{mend.share:.0%} [{mend.low or 0:.0%}, {mend.high or 0:.0%}]"
+        rows.append([mend.name, share])
+    return Table(["map", "of the gap that it mends"], rows)
+
+
+def _cache_table(entry: Entry) -> Table:
+    table = entry.probe.cache if entry.probe else None
+    rows = [
+        [
+            each.name,
+            "–" if each.share is None else f"{each.share:.0%}",
+            "–" if each.delta_ce is None else f"{each.delta_ce:+.4f}".replace("-", "−"),
+            "–" if each.standard_error is None else f"{each.standard_error:.4f}",
+            each.verdict,
+        ]
+        for each in (table.policies if table else ())
+    ]
+    return Table(["policy", "bytes", "ΔCE, nats", "standard error", "verdict"], rows)
+
+
+def _facts(entry: Entry) -> list[tuple[str, str]]:
+    cost = entry.probe.cost if entry.probe else None
+    found: list[tuple[str, float | None, str]] = [
+        ("operations per token", cost.flops_per_token if cost else None, " FLOP"),
+        ("weights", cost.parameters if cost else None, ""),
+        ("exact cache per token", cost.cache_bytes_per_token if cost else None, " bytes"),
+        ("loops, training steps", None, ""),
+        ("validation CE of a unigram model", entry.unigram_ce, " nats"),
+        ("time of the row", entry.seconds, " s"),
+    ]
+    told = {name: f"{plain(value)}{unit}" for name, value, unit in found if value is not None}
+    if entry.num_loops and entry.steps:
+        told["loops, training steps"] = f"{entry.num_loops}, {entry.steps:,}"
+    if entry.growth_in_training is not None:
+        told["‖h‖ after the last loop, trained over untrained"] = plain(entry.growth_in_training)
+    return list(told.items())
