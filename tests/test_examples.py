@@ -74,12 +74,13 @@ def kernel(tmp_path, monkeypatch) -> str:
     return "this"
 
 
+@pytest.mark.timeout(600)  # half a minute of a processor, and a busy machine may have other things to do
 def test_the_notebook_runs_from_top_to_bottom_and_shows_the_blind_spot_and_its_remedy(kernel, tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=240, kernel_name=kernel, resources={"metadata": {"path": tmp_path}}).execute()
+    NotebookClient(notebook, timeout=500, kernel_name=kernel, resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     said = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
-    assert "finished after 100 steps" in said
+    assert "finished after 80 steps" in said
     assert "BLIND-SPOT:" in said and "- scale is blind" in said
     before, after = (float(norm) for norm in re.findall(r"^(?:before|after): [a-z-]+, norm ([\d.]+)", said, re.M))
     assert after < before / 2, "the remedy has brought the norm down"

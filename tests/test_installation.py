@@ -167,7 +167,7 @@ EXTRAS = {name: names_of(found) for name, found in PROJECT["optional-dependencie
     ("extra", "requirement"),
     [
         *(("", name) for name in sorted(names_of(PROJECT["dependencies"]))),
-        *((extra, name) for extra, names in EXTRAS.items() for name in sorted(names) if extra != "eval"),
+        *((extra, name) for extra, names in EXTRAS.items() for name in sorted(names)),
     ],
 )
 def test_everything_that_is_asked_for_is_used(extra, requirement):

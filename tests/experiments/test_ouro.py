@@ -198,6 +198,28 @@ def test_an_interrupted_command_keeps_what_it_has_and_measures_only_the_rest(fol
     assert fresh.states == whole.states and fresh.gate == whole.gate
 
 
+def test_downstream_tasks_are_scored_at_every_depth(folder, text, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    questions, tasks = tmp_path / "tasks/questions.jsonl", tmp_path / "tasks"
+    tasks.mkdir()
+    rows = ({"question": f"{n} rivers and", "choices": ["fish", "stone"], "answer": n % 2} for n in range(6))
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tasks / "choice.yaml").write_text(
+        f"task: choice\noutput_type: multiple_choice\ndataset_path: json\n"
+        f'dataset_kwargs: {{data_files: {{test: "{questions}"}}}}\ntest_split: test\ndoc_to_text: "{{{{question}}}}"\n'
+        'doc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"\nmetric_list: [{metric: acc}]\n'
+    )
+    asked_for = ["--tasks", "choice", "--task-folder", str(tasks), "--depths", "1..2", "--json"]
+    assert main(command(folder, text, tmp_path / "out", *asked_for)) == 0
+    scores = json.loads(capsys.readouterr().out)["tasks"]
+    assert [(score["k"], score["task"], score["metric"]) for score in scores] == [(k, "choice", "acc") for k in (1, 2)]
+    assert all(0 <= score["value"] <= 1 for score in scores)
+    table = (tmp_path / "out" / "tables" / "downstream.md").read_text()
+    assert "| choice | acc | " in table and "| task | metric | K = 1 | K = 2 |" in table
+
+
 def test_results_of_another_request_are_not_taken_for_these(folder, text, tmp_path):
     check_ouro(folder, asked(text), tmp_path)
     with pytest.raises(RunError, match=r"another request \(sweep_tokens\); choose another --out"):

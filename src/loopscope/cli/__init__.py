@@ -52,6 +52,7 @@ examples:
   loopscope generate runs/NAME "The "    text, at any number of loops
   loopscope convert runs/NAME out/       for Hugging Face's libraries, and back
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
+  loopscope reproduce ouro TARGET        its checks of Ouro 1.4B, on any checkpoint of its kind
   loopscope atlas                        every published design, audited: who hides what
   loopscope scaling runs/                what a further loop is worth, in parameters
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague

@@ -45,6 +45,12 @@ class ReproduceOuro:
     """Tokens that perplexity is measured on."""
     sweep_tokens: int = 2048
     """Tokens that the α-sweep, gradients, norms and the exit gate are measured on."""
+    tasks: str | None = None
+    """Downstream tasks of lm-evaluation-harness to score at every depth, as lambada_openai,piqa (the eval extra)."""
+    task_folder: str | None = None
+    """A folder with YAML files of further tasks; Python that they name is run by the harness."""
+    limit: int | None = None
+    """Questions of each task; all by default."""
     batch: int = 8
     """Sequences at a time."""
     out: Path | None = None
@@ -56,26 +62,31 @@ class ReproduceOuro:
 
 Scales the state by α from 0.1 to 10 before the readout, at every depth, with the norm before the head and without it
 (the norm inside the loop stays); radial gradient share; perplexity and throughput at every depth; norms of tokens; what
-the exit gate does. Writes ouro.json, tables and figures. What has been measured is kept: the same command goes on after
-an interruption. Exit code 1 when the loss is not flat with the norm, or not sharp without.
+the exit gate does; downstream tasks, if asked for. Writes ouro.json, tables and figures. What has been measured is
+kept: the same command goes on after an interruption. Exit code 1 when the loss is not flat with the norm, or not sharp
+without.
 
 examples:
   loopscope reproduce ouro downloads/Ouro-1.4B --data wiki/test.txt
   loopscope reproduce ouro hf:ByteDance/Ouro-1.4B --data wiki/test.txt --depths 1..8
+  loopscope reproduce ouro downloads/Ouro-1.4B --data wiki/test.txt --tasks lambada_openai,piqa --limit 200
   loopscope reproduce ouro runs/nano --depths 1,2,4 --sweep-tokens 512 --json"""
 
     def __post_init__(self) -> None:
         parse_depths(self.depths)
-        for name in ("length", "max_tokens", "sweep_tokens", "batch"):
+        for name in ("length", "max_tokens", "sweep_tokens", "limit", "batch"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError.of(name, value, "must be at least 1")
+        for name in ("task_folder", "limit"):
+            if self.tasks is None and getattr(self, name) is not None:
+                raise ConfigError.of(name, getattr(self, name), "is for --tasks")
 
     def run(self) -> int:
         """Measure what is not measured yet, and print."""
         check_word(self.target)
         check_sources(self.data or ())
         from loopscope.experiments.ouro import check_ouro
-        from loopscope.experiments.ouro_record import Asked
+        from loopscope.experiments.ouro_record import FAILS, Asked
         from loopscope.experiments.ouro_tables import conclusion, publish_ouro
 
         name = Path(self.target.removeprefix("hf:").replace(":", "-")).name
@@ -87,6 +98,9 @@ examples:
             length=self.length,
             max_tokens=self.max_tokens,
             sweep_tokens=self.sweep_tokens,
+            tasks=[] if self.tasks is None else self.tasks.split(","),
+            task_folder=self.task_folder or "",
+            limit=self.limit,
         )
         try:
             with progress(self.target) as advance:
@@ -100,7 +114,7 @@ examples:
         else:
             print_tables(*(_rich(_brief(table)) for table in tables))
             print_words(f"{conclusion(record)}\nouro.json, tables and figures in {out}")
-        return EXIT_OK if record.verdict == "holds" else EXIT_FINDINGS
+        return EXIT_FINDINGS if record.verdict == FAILS else EXIT_OK
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from loopscope.experiments.ouro_record import (
     Speed,
     States,
     Subject,
+    TaskScore,
     begun,
 )
 from loopscope.model.looped_lm import LoopedLM
@@ -43,6 +44,7 @@ from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import ExitGate, LoopedModel, LoopState, run_loops
 from loopscope.targets import Opened, open_target
 from loopscope.training.session import set_up
+from loopscope.verbs.downstream import evaluate_tasks
 from loopscope.verbs.evaluation import evaluate, throughput
 from loopscope.verbs.text import Say, tokens_for, with_tokenizer
 
@@ -97,6 +99,24 @@ def check_ouro(
         pairs = [(ids_BT.to(device), targets_BT.to(device)) for ids_BT, targets_BT in batches]
         states = measure_states(model, readouts, pairs, asked.depths, progress)
         record = replace(record, states=states, gate=measure_gate(model, pairs)).write(out)
+    if asked.tasks and not record.tasks:
+        say(f"{', '.join(asked.tasks)} after {_range(asked.depths)} loops")
+        found = evaluate_tasks(
+            opened,
+            asked.tasks,
+            depths=asked.depths,
+            task_folder=asked.task_folder or None,
+            limit=asked.limit,
+            batch=batch,
+            say=say,
+            progress=progress,
+        )
+        scores = [
+            TaskScore(k=k, task=each.task, metric=each.metric, value=value, error=each.errors.get(k))
+            for each in found.scores
+            for k, value in each.values.items()
+        ]
+        record = replace(record, tasks=scores).write(out)
     return record
 
 

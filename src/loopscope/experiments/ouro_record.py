@@ -25,6 +25,8 @@ FROZEN = "frozen"
 """The norm goes on dividing by the scale that the state had at α = 1: what a loss would see if nothing were hidden."""
 READOUTS = {AS_IT_IS: "with the norm", REMOVED: "without the norm", FROZEN: "norm held at α = 1"}
 
+HOLDS, FAILS, NOT_MEASURED = "holds", "does not hold here", "not measured"
+
 NORM_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 EXIT_THRESHOLDS = (0.3, 0.5, 0.7, 0.9)
 """Of the cumulative exit probability at which a token would leave."""
@@ -46,8 +48,10 @@ class Asked:
     """Tokens that sweeps, gradients, norms and gates are measured on."""
     tasks: list[str] = field(default_factory=list)
     """Downstream tasks of lm-evaluation-harness."""
+    task_folder: str = ""
+    """Where further tasks are."""
     limit: int | None = None
-    """Most documents of a task."""
+    """Most questions of a task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +196,12 @@ class OuroRecord:
     def verdict(self) -> str:
         """Whether the final state's scale is hidden by the norm and would be seen without: Figure 5 in one line."""
         if self.last is None:
-            return "not measured"
+            return NOT_MEASURED
         hidden, seen = self.last.span(AS_IT_IS), self.last.span(REMOVED)
         if hidden is None and seen is None:
-            return "not measured"
+            return NOT_MEASURED
         whole = (hidden is None or hidden <= FLAT) and (seen is None or seen >= SHARP)
-        return "holds" if whole else "does not hold here"
+        return HOLDS if whole else FAILS
 
     def to_json(self) -> dict[str, Any]:
         """What the file holds."""
