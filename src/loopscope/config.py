@@ -125,9 +125,9 @@ class ModelConfig:
     """Where the layer norms sit: pre-norm, also on the sum (Huginn), on the branch (Ouro); NormFormer's; DeepNorm's and
     DeepLoop's; pre-norm with branches divided by the loops; on the sum, with the input recalled in every branch."""
 
-    recurrence: Literal["plain", "query", "anchored", "hyper", "two-state", "pondering"] = "plain"
+    recurrence: Literal["plain", "query", "anchored", "hyper", "lanes", "two-state", "pondering"] = "plain"
     """What a loop is: the core on the state; the state as queries only (Fully Looped Transformer); around an anchor
-    (SCSE); several copies with gates (Hyperloop); a slow and a fast state (HRM); a halting mean of states (ACT)."""
+    (SCSE); copies with gates, or lanes (Hyperloop); a slow and a fast state (HRM); a halting mean of states (ACT)."""
     ponder_cost: float = 0.01
     """pondering: weight of the loops that a token takes before it halts."""
     inter_loop_norm: Literal["none", "rmsnorm", "layernorm"] = "none"

@@ -374,9 +374,21 @@ def hyperloop(base: Config) -> Config:
 
     z = RMSNorm(flatten Y); Y ← σ(·)∘Y + 2σ(·)∘(F(σ(·)·Y) + v_k), each σ of a·W z + b, per loop; read out their mean.
 
-    Open: prelude, coda and loss; chosen none, none, and the last loop through RMSNorm.
+    Open: prelude, coda and loss; chosen none, none, and the last loop through RMSNorm. With b = 0 the gates read
+    2·mean(Y) and keep half, and F has a residual of its own: a fresh loop makes the state about 2.5 times as long.
     """
     return _designed(base, ObjectiveConfig(placement="terminal"), recurrence="hyper", readout="rmsnorm")
+
+
+def lanes(base: Config) -> Config:
+    """Four lanes, of which each loop reads one at first and writes a normed step into all.
+
+    u = α_k·lanes; lanes ← M_k·lanes + β_k·norm(F(u)); α_k one-hot at k mod 4, M_k = I, β_k = 1 at first; their sum is
+    read out.
+
+    Open: where lanes start, and loss; chosen e in each, and the last loop through RMSNorm.
+    """
+    return _designed(base, ObjectiveConfig(placement="terminal"), recurrence="lanes", readout="rmsnorm")
 
 
 def looped_moe(base: Config) -> Config:
@@ -460,6 +472,7 @@ DESIGNS: dict[str, Design] = {
         Design("scse", "SCSE", "arXiv 2607.27656", scse),
         Design("hrm", "HRM, two states", "HRM-Text", hrm),
         Design("hyperloop", "Hyperloop", "arXiv 2604.21254", hyperloop),
+        Design("lanes", "hyper-connections, lanes", "arXiv 2604.21254", lanes),
         Design("fully-looped", "Fully Looped Transformer", "arXiv 2605.18797", fully_looped),
         Design("looped-moe", "looped mixture of experts", "arXiv 2605.09165", looped_moe),
     )

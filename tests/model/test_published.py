@@ -14,6 +14,7 @@ from loopscope.config import Config, ModelConfig, ObjectiveConfig
 from loopscope.designs import DESIGNS
 from loopscope.model.layers import MixtureOfExperts, TaperNorm
 from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.model.recurrence import RECURRENCES
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import run_loops
 from loopscope.training.plan import plan_training
@@ -216,6 +217,40 @@ def test_hyperloop_mixes_four_copies_by_gates_of_its_own_in_every_loop(loops):
             Y = keep[..., None] * Y + 2 * write[..., None] * new[..., None, :]
         torch.testing.assert_close(states[loops].h_BTD, Y.flatten(-2))
         torch.testing.assert_close(model.features(states[loops], loops), model.readout_map.norm(Y.mean(-2)))
+
+
+def test_lanes_read_one_of_four_at_first_and_write_a_normed_step_into_all():
+    model = made("lanes")
+    recurrence, states = model.recurrence, states_of(model)
+    with torch.no_grad():
+        e_BTD = model.embedding(IDS_BT) + model.positions(torch.arange(7))
+        lanes = [e_BTD] * 4
+        for k in (1, 2, 3):
+            step_BTD = recurrence.norm.weight * rms(recurrence.core(lanes[k % 4], None))
+            lanes = [lane + step_BTD for lane in lanes]
+            torch.testing.assert_close(states[k].h_BTD, torch.cat(lanes, -1))
+        torch.testing.assert_close(model.features(states[3], 3), model.readout_map.norm(sum(lanes)))
+        recurrence.keep[1] = torch.eye(4).roll(1, 0)  # loop 2 hands every lane on to the next
+        recurrence.write[1] = torch.tensor([0.0, 0.0, 0.0, 2.0])
+        moved = model.loop(states[1], 2).h_BTD.chunk(4, -1)
+        before = states[1].h_BTD.chunk(4, -1)
+        step_BTD = recurrence.norm.weight * rms(recurrence.core(before[2], None))
+        torch.testing.assert_close(torch.stack(moved[:3]), torch.stack([before[3], before[0], before[1]]))
+        torch.testing.assert_close(moved[3], before[2] + 2 * step_BTD)
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_rows_at_different_loops_run_as_they_would_alone(recurrence):
+    """Nothing of a loop but its number differs between rows: what batching across depth rests on."""
+    model = build(replace(BASE.model, recurrence=recurrence), seed=0).double().eval()
+    states = states_of(model)
+    pair = ls.LoopState.joined([states[0].take(slice(0, 1)), states[2].take(slice(1, 2))], 0)
+    with torch.no_grad():
+        mixed = model.loop(pair, (1, 3))
+        for row, after in ((0, states[1]), (1, states[3])):
+            torch.testing.assert_close(mixed.h_BTD[row], after.h_BTD[row])
+            for name, tensor in mixed.carried.items():
+                torch.testing.assert_close(tensor[row], after.carried[name][row])
 
 
 def test_act_reads_out_the_mean_of_states_weighted_by_when_a_token_halts():

@@ -55,6 +55,15 @@ VARIANTS = {
         "model": {"injection": "add", "state_init": "noise"},
         "objective": {"exit_fraction": 0.5, "depth": "fixed"},
     },
+    "distilled exits, experts, recomputed loops": {
+        "model": {"num_experts": 4},
+        "objective": {"placement": "distilled"},
+        "training": {"checkpoint_loops": True},
+    },
+    "pondering, tapered norms, Jacobian": {
+        "model": {"recurrence": "pondering", "norm": "taper"},
+        "objective": {"placement": "terminal", "jacobian_penalty": 0.1},
+    },
 }
 
 

@@ -317,8 +317,7 @@ class MixtureOfExperts(nn.Module):
         balance = E·Σ_i f_i·p̄_i        f_i share of choices that fell on i, p̄_i its mean probability; 1 when even
         z       = mean (log Σ_i exp logit_i)²
 
-    Chosen here: the router reads the normed input, its softmax is float32 at least, and the weights of those chosen sum
-    to 1.
+    Chosen here: the router reads the normed input, its softmax is float32 at least, and the chosen weights sum to 1.
     """
 
     def __init__(self, config: ModelConfig) -> None:

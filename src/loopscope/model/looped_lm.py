@@ -48,10 +48,11 @@ from loopscope.protocol import (
 )
 
 
-class LoopedLM(
-    nn.Module, LinearReadout, MixedDepths, ProjectedKeys, DeclaredVisibility, SharedCore, Scheduled, OwnLosses
-):
-    """A LoopedModel (see `protocol`) built from a `ModelConfig`; with an exit gate it is a `GatedLoopedLM`."""
+class LoopedLM(nn.Module, LinearReadout, MixedDepths, ProjectedKeys, DeclaredVisibility, SharedCore, Scheduled):
+    """A LoopedModel (see `protocol`) built from a `ModelConfig`.
+
+    With an exit gate it is a `GatedLoopedLM`, with a ponder cost or a mixture of experts a `ChargingLoopedLM`.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -165,14 +166,6 @@ class LoopedLM(
             if isinstance(module, TaperNorm):
                 module.taper_to(share)
 
-    def losses(self) -> list[Term]:
-        """Ponder cost of a loop that ponders; balance and z-loss of routers."""
-        config, routers = self.config, self._routers()
-        terms: list[Term] = [PonderCost(config.ponder_cost)] if config.recurrence == "pondering" else []
-        if routers:
-            terms += [RouterBalance(config.balance_loss, routers), RouterZLoss(config.router_z_loss, routers)]
-        return terms
-
     def _routers(self) -> tuple[MixtureOfExperts, ...]:
         return tuple(module for module in self.modules() if isinstance(module, MixtureOfExperts))
 
@@ -207,12 +200,38 @@ class GatedLoopedLM(LoopedLM, ExitGate):
         return self.exit_gate(features_BTD).squeeze(-1)
 
 
+class ChargingLoopedLM(LoopedLM, OwnLosses):
+    """A looped language model that has loss terms of its own."""
+
+    def losses(self) -> list[Term]:
+        """Ponder cost of a loop that ponders; balance and z-loss of routers."""
+        config, routers = self.config, self._routers()
+        terms: list[Term] = [PonderCost(config.ponder_cost)] if config.recurrence == "pondering" else []
+        if routers:
+            terms += [RouterBalance(config.balance_loss, routers), RouterZLoss(config.router_z_loss, routers)]
+        return terms
+
+
+class GatedChargingLoopedLM(GatedLoopedLM, ChargingLoopedLM):
+    """Both."""
+
+
+_KINDS: dict[tuple[bool, bool], type[LoopedLM]] = {
+    (False, False): LoopedLM,
+    (True, False): GatedLoopedLM,
+    (False, True): ChargingLoopedLM,
+    (True, True): GatedChargingLoopedLM,
+}
+"""By exit gate and losses of its own."""
+
+
 def build(config: ModelConfig, *, seed: int | None = None, device: str | torch.device = "cpu") -> LoopedLM:
     """A freshly initialised model; the same seed gives the same weights and leaves the global RNG untouched."""
     with torch.random.fork_rng(devices=[], enabled=seed is not None), torch.device(device):
         if seed is not None:
             torch.manual_seed(seed)
-        return GatedLoopedLM(config) if config.exit_gate else LoopedLM(config)
+        charges = config.recurrence == "pondering" or config.num_experts is not None
+        return _KINDS[config.exit_gate, charges](config)
 
 
 def count_parameters(model: LoopedLM) -> dict[str, int]:

@@ -297,6 +297,42 @@ class HyperRecurrence(Recurrence):
         return state.h_BTD.unflatten(-1, (self.COPIES, -1)).mean(-2)
 
 
+class LaneRecurrence(Recurrence):
+    """The simpler lanes of hyper-connections: learned numbers in place of gates (arXiv 2604.21254).
+
+        u = Σ_i α_k,i·lane_i        lanes ← M_k·lanes + β_k·norm(F(u))        read out: the sum of the lanes
+
+    α_k starts one-hot at k mod n, M_k at I and β_k at 1, all of them per loop; loops beyond the trained depth use the
+    last. The state h is all lanes side by side. Chosen here: four lanes, each e at first.
+    """
+
+    LANES = 4
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        lanes, loops = self.LANES, config.num_loops
+        self.norm = make_norm("rmsnorm", config.width, config.norm_eps)
+        self.read = nn.Parameter(torch.eye(lanes)[[k % lanes for k in range(1, loops + 1)]])
+        self.keep = nn.Parameter(torch.eye(lanes).repeat(loops, 1, 1))
+        self.write = nn.Parameter(torch.ones(loops, lanes))
+
+    def start(self, state: LoopState) -> LoopState:
+        """h_0 in every lane."""
+        return state.with_h(state.h_BTD.repeat(1, 1, self.LANES))
+
+    def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
+        lanes_BTND = state.h_BTD.unflatten(-1, (self.LANES, -1))
+        loops = [min(loop, self.num_loops) - 1 for loop in ([k] if isinstance(k, int) else k)]
+        read_B1N1, write_B1N1 = (each[loops][:, None, :, None] for each in (self.read, self.write))
+        new_BTD = self.norm(self.run((read_B1N1 * lanes_BTND).sum(-2), state.context, k, cache))
+        kept_BTND = self.keep[loops][:, None] @ lanes_BTND
+        return state.with_h((kept_BTND + write_B1N1 * new_BTD[..., None, :]).flatten(-2))
+
+    def shown(self, state: LoopState) -> Tensor:
+        """The sum of the lanes."""
+        return state.h_BTD.unflatten(-1, (self.LANES, -1)).sum(-2)
+
+
 class TwoStacks(nn.Module):
     """The two stacks of a cycle: low-level runs, then a high-level one; norms have no gain."""
 
@@ -393,6 +429,7 @@ RECURRENCES: dict[str, type[Recurrence]] = {
     "query": QueryRecurrence,
     "anchored": AnchoredRecurrence,
     "hyper": HyperRecurrence,
+    "lanes": LaneRecurrence,
     "two-state": TwoStateRecurrence,
     "pondering": PonderingRecurrence,
 }
