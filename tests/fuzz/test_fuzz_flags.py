@@ -52,6 +52,8 @@ FIRST = {
     "plan": ["--preset", "demo", "--flops-per-second", "1e9"],
     "reproduce": ["--size", "demo", "--out", "grid"],
     "quickstart": ["--out", "grid"],
+    "atlas": ["--out", "atlas"],
+    "scaling": ["run", "--out", "law"],
     "env": [],
 }
 """A command that is right, to which one flag more is added."""
@@ -90,6 +92,8 @@ def place(tmp_path_factory) -> Iterator[Path]:
         patch.setattr("loopscope.verbs.generation.Generation.__iter__", reached)
         patch.setattr("loopscope.cli.reproduce.run_rows", reached)
         patch.setattr("loopscope.cli.quickstart.run_rows", reached)
+        patch.setattr("loopscope.cli.atlas.run_rows", reached)
+        patch.setattr("loopscope.experiments.scaling.scaling", reached)
         yield folder
 
 
