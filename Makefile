@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format bench docs clean
+.PHONY: demo test check package format bench docs clean
 
 demo: $(STAMP)            ## install, then show the blind spot on this machine
 	$(BIN)/loopscope quickstart
@@ -17,6 +17,11 @@ check: $(STAMP)           ## style, types, and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+package: $(STAMP)         ## build wheel and sdist, check both, and use the wheel in an empty environment; into dist/
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir dist .
+	LOOPSCOPE_DIST=dist $(BIN)/python -m pytest --durations 5 tests/test_installation.py
 
 format: $(STAMP)          ## bring the code into shape
 	$(BIN)/ruff check --fix .

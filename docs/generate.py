@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from loopscope.cli import VERBS, Shown, parse
+from loopscope.cli import COMMANDS, Shown, parse
 from loopscope.designs import DESIGNS
 from loopscope.experiments.documents import read_reproduction
 from loopscope.experiments.tables import brief_claims_table
@@ -29,7 +29,7 @@ def cli_reference() -> str:
     """The help of `loopscope` and of every verb, as Markdown."""
     os.environ["COLUMNS"] = WIDTH
     sections = ["# Command line\n\nGenerated from `--help` by `make docs`; do not edit.\n", _section([])]
-    return "\n".join([*sections, *(_section([verb]) for verb in VERBS)])
+    return "\n".join([*sections, *(_section(command.split()) for command in COMMANDS)])
 
 
 def _section(arguments: list[str]) -> str:

@@ -102,14 +102,6 @@ def test_the_help_of_train_starts_with_what_a_newcomer_needs_and_shows_the_value
     assert width != ModelConfig().width and f"Width d of the state. (default: {width})" in rest
 
 
-def test_shell_completion_knows_every_verb(capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["--tyro-print-completion", "bash"])
-    assert exit.value.code in (0, None)
-    script = capsys.readouterr().out
-    assert all(verb in script for verb in VERBS)
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

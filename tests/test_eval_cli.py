@@ -52,7 +52,9 @@ def keys(value):
 
 
 def test_json_has_every_part_that_was_asked_for_and_every_field_is_documented(evaluate):
-    code, out, _ = evaluate("--depths", "1..5", "--speed", "--cache-policies", "--exit-gap", "--json")
+    code, out, _ = evaluate(
+        "--depths", "1..5", "--speed", "--cache-policies", "--exit-gap", "--policies", "margin:9", "--json"
+    )
     document = json.loads(out)
     assert code == 0
     assert [each["k"] for each in document["speed"]] == [k for k in range(1, 6) for _ in range(3)]
@@ -61,6 +63,31 @@ def test_json_has_every_part_that_was_asked_for_and_every_field_is_documented(ev
     assert document["beyond"]["trained"] == 3 and document["beyond"]["deepest"] == 5
     section = DOCS.split("`loopscope eval --json`")[1].split("\n## ")[0]
     assert [key for key in keys(document) if f"`{key}`" not in section] == []
+
+
+def test_a_policy_that_always_leaves_after_two_loops_is_the_fixed_depth_of_two(evaluate):
+    """The same tokens are scored by the same readout, so all that differs is how they got there."""
+    code, out, _ = evaluate("--policies", "fixed:2,fixed:9", "--json")
+    document = json.loads(out)
+    assert code == 0
+    for halted, k in zip(document["halting"], (2, 3), strict=True):
+        depth = document["depths"][k - 1]
+        assert halted["mean_loops"] == k == depth["k"]
+        assert halted["ce"] == pytest.approx(depth["ce"], rel=1e-5)
+        assert halted["bits_per_byte"] == pytest.approx(depth["bits_per_byte"], rel=1e-5)
+    code, out, _ = evaluate("--policies", "fixed:2", "--speed")
+    row = next(line for line in out.splitlines() if "fixed:2" in line)
+    assert f"{document['depths'][1]['ce']:.4f}" in row
+    assert out.split("loops  decoding, tokens/s")[1].splitlines()[-1].split()[0] == "2.00"
+
+
+def test_policies_of_another_model_or_of_nobody_are_refused(evaluate, tmp_path):
+    policy = {"schema_version": 1, "rule": "margin", "threshold": 1.0, "num_loops": 8, "width": 32}
+    (tmp_path / "deep.json").write_text(json.dumps(policy))
+    (tmp_path / "wide.json").write_text(json.dumps({**policy, "num_loops": 3, "width": 64}))
+    for name, why in (("deep.json", "calibrated at 8 loops"), ("wide.json", "of width 64"), ("no.json", "--policies")):
+        code, out, err = evaluate("--policies", str(tmp_path / name))
+        assert code == 2 and out == "" and why in err
 
 
 def test_the_table_has_speed_and_bytes_and_the_verdict_stands_under_it(evaluate):

@@ -58,9 +58,24 @@ def _is_false(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
 
 
+UNPICKLING = SOURCE / "adapters/unpickling.py"
+"""What `convert --from-pickle` starts as a process of its own: the only file that may call torch.load."""
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_our_source_unpickles_nothing_and_runs_no_text(path):
-    assert list(dangers(ast.parse(path.read_text("utf-8")))) == []
+    allowed = ["calls torch.load"] if path == UNPICKLING else []
+    assert list(dangers(ast.parse(path.read_text("utf-8")))) == allowed
+
+
+def test_the_one_pickle_reader_is_the_restricted_one_and_is_started_not_imported():
+    calls = [node for node in ast.walk(ast.parse(UNPICKLING.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    (load,) = [call for call in calls if ast.unparse(call.func) == "torch.load"]
+    assert {keyword.arg: ast.unparse(keyword.value) for keyword in load.keywords}["weights_only"] == "True"
+    users = [path for path in FILES if "unpickling" in path.read_text("utf-8") and path != UNPICKLING]
+    assert [path.name for path in users] == ["pickled.py"]
+    users = [path for path in FILES if "adapters.pickled" in path.read_text("utf-8")]
+    assert [str(path.relative_to(SOURCE)) for path in users] == ["cli/convert.py"]
 
 
 @pytest.mark.parametrize(

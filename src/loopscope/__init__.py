@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         LoopTrace,
         MixedDepths,
         OwnLosses,
+        ProjectedKeys,
         Scheduled,
         SharedCore,
         adapt,
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from loopscope.verbs.audits import audit
     from loopscope.verbs.calibration import Calibration, calibrate
     from loopscope.verbs.checks import check
+    from loopscope.verbs.conversion import Converted, convert
+    from loopscope.verbs.downstream import TaskEvaluation, evaluate_tasks
     from loopscope.verbs.evaluation import evaluate
     from loopscope.verbs.generation import Generated, generate
     from loopscope.verbs.pushes import push
@@ -85,6 +88,7 @@ _HOME = {
             "LinearReadout",
             "MixedDepths",
             "OwnLosses",
+            "ProjectedKeys",
             "Scheduled",
             "SharedCore",
         ),
@@ -93,6 +97,8 @@ _HOME = {
     "loopscope.verbs.audits": ("audit",),
     "loopscope.verbs.checks": ("check",),
     "loopscope.verbs.calibration": ("Calibration", "calibrate"),
+    "loopscope.verbs.conversion": ("Converted", "convert"),
+    "loopscope.verbs.downstream": ("TaskEvaluation", "evaluate_tasks"),
     "loopscope.verbs.evaluation": ("evaluate",),
     "loopscope.verbs.generation": ("Generated", "generate"),
     "loopscope.verbs.pushes": ("push",),
@@ -107,6 +113,7 @@ __all__ = [
     "Cached",
     "Calibration",
     "Config",
+    "Converted",
     "DeclaredVisibility",
     "ExitGate",
     "Generated",
@@ -125,6 +132,7 @@ __all__ = [
     "ObjectiveResult",
     "Opened",
     "OwnLosses",
+    "ProjectedKeys",
     "PushOptions",
     "PushResult",
     "ReadoutLoss",
@@ -133,6 +141,7 @@ __all__ = [
     "Scheduled",
     "SharedCore",
     "TargetConfig",
+    "TaskEvaluation",
     "Term",
     "ZLoss",
     "adapt",
@@ -141,7 +150,9 @@ __all__ = [
     "calibrate",
     "check",
     "clamped",
+    "convert",
     "evaluate",
+    "evaluate_tasks",
     "generate",
     "load",
     "load_config",

@@ -93,6 +93,14 @@ class ModelConfig:
     """Feed-forward kind."""
     mlp_width: int | None = None
     """Hidden width of the feed-forward; None means 4 × width."""
+    num_experts: int | None = None
+    """Experts of a mixture in place of each feed-forward; None means one feed-forward for all tokens."""
+    experts_per_token: int = 2
+    """Experts that a token goes to; each has the feed-forward's hidden width divided by this."""
+    balance_loss: float = 0.01
+    """num_experts: weight of the loss that keeps experts evenly loaded."""
+    router_z_loss: float = 0.001
+    """num_experts: weight of the squared log-sum-exp of the router's logits."""
     dropout: float = 0.1
     """Dropout on the embedding and on every residual branch."""
 
@@ -107,13 +115,21 @@ class ModelConfig:
     rope_pairs: Literal["halves", "interleaved"] = "halves"
     """Channels that turn together: c and c + C/2 of a head, or its neighbours 2c and 2c + 1 (Huginn, Parcae)."""
 
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Kind of the norms inside the layers."""
+    norm: Literal["rmsnorm", "layernorm", "taper"] = "rmsnorm"
+    """Kind of the norms inside the layers; taper turns from an RMSNorm into a fixed map as training goes on."""
     norm_eps: float = 1e-6
     """Epsilon of every norm; through an RMSNorm readout it is the only leak of scale (Lemma 1)."""
-    norm_placement: Literal["pre", "sum", "sandwich", "normformer", "deepnorm"] = "pre"
-    """Where the layer norms sit: pre-norm, also on the sum (Huginn), on the branch (Ouro); NormFormer's; DeepNorm's."""
+    norm_placement: Literal["pre", "sum", "sandwich", "normformer", "deepnorm", "deeploop", "one-over-n", "recall"] = (
+        "pre"
+    )
+    """Where the layer norms sit: pre-norm, also on the sum (Huginn), on the branch (Ouro); NormFormer's; DeepNorm's and
+    DeepLoop's; pre-norm with branches divided by the loops; on the sum, with the input recalled in every branch."""
 
+    recurrence: Literal["plain", "query", "anchored", "hyper", "two-state", "pondering"] = "plain"
+    """What a loop is: the core on the state; the state as queries only (Fully Looped Transformer); around an anchor
+    (SCSE); several copies with gates (Hyperloop); a slow and a fast state (HRM); a halting mean of states (ACT)."""
+    ponder_cost: float = 0.01
+    """pondering: weight of the loops that a token takes before it halts."""
     inter_loop_norm: Literal["none", "rmsnorm", "layernorm"] = "none"
     """Norm that opens every loop after the first: it removes scale from the recurrence."""
     prelude_norm: Literal["none", "rmsnorm", "layernorm"] = "none"
@@ -126,8 +142,9 @@ class ModelConfig:
     """The readout's norm is also the inter-loop norm (Ouro) and the coda's (Huginn), where there are any."""
     spectral_damping: bool = False
     """Scale the carried state by a learned sigmoid at the start of every loop after the first."""
-    injection: Literal["none", "add", "concat", "gated", "diagonal"] = "none"
-    """How each loop reads the embedded input again."""
+    injection: Literal["none", "add", "concat", "forgetful", "gated", "diagonal"] = "none"
+    """How each loop reads the embedded input again; forgetful is a concat that starts with the input alone (nanoLOOP).
+    """
     state_init: Literal["embedding", "zeros", "noise"] = "embedding"
     """State before the first loop."""
     noise_std: float = HUGINN_NOISE_STD
@@ -165,7 +182,11 @@ class ModelConfig:
         check_at_most(self, MOST_LOOPS, "num_layers", "num_loops", "prelude_layers", "coda_layers")
         check_at_most(self, 100_000_000, "vocab_size", "width", "head_width", "mlp_width", "max_length")
         check_at_most(self, MOST_EPS, "norm_eps")
+        check_positive(self, "num_experts", "experts_per_token")
+        check_not_negative(self, "balance_loss", "router_z_loss", "ponder_cost")
+        check_at_most(self, MOST_LOOPS, "num_experts")
         _check_attention(self)
+        _check_experts(self)
         _check_recurrence(self)
         _check_readout(self)
         if not 0 <= self.dropout < 1:
@@ -211,7 +232,7 @@ class ModelConfig:
         return self.value_embeddings and (self.first_layer("coda") + self.coda_layers - 1 - layer) % 2 == 0
 
 
-Placement = Literal["terminal", "per-loop", "weighted", "last-n", "gated"]
+Placement = Literal["terminal", "per-loop", "weighted", "last-n", "gated", "distilled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,13 +240,21 @@ class ObjectiveConfig:
     """Which loops are supervised, how deep a training step goes, and what else the loss sees."""
 
     placement: Annotated[Placement, tyro.conf.arg(aliases=("--objective",))] = "per-loop"
-    """Loops that get cross-entropy: the last, all equally, weighted, the last n, or by exit gate."""
+    """Loops that get cross-entropy: the last, all equally, weighted, the last n, by exit gate, or the last and one
+    other at a time, which comes to learn from the last (ELT)."""
     loop_weights: tuple[float, ...] | None = None
     """weighted: one weight per loop, 1..num_loops."""
     last_n: int | None = None
     """last-n: how many loops, counted from the end."""
     exit_entropy: float = 0.0
     """gated: weight w of the entropy bonus in Σ p_k·CE_k − w·H(p)."""
+
+    exit_kl: float = 0.0
+    """gated: weight β of KL(p ‖ geometric with rate exit_rate) (PonderNet)."""
+    exit_rate: float = 0.2
+    """exit_kl: rate λ of the geometric prior, the share that leaves at each loop; the rest leaves at the last."""
+    distil_from: int = 1
+    """distilled: the first loop that may be drawn as the other exit."""
 
     depth: Literal["fixed", "uniform", "poisson-lognormal"] = "fixed"
     """Loops per training step: always num_loops, uniform on 1..num_loops, or Poisson-lognormal with that mean."""
@@ -243,15 +272,27 @@ class ObjectiveConfig:
     """Target scale of the anchor."""
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits."""
+    jacobian_penalty: float = 0.0
+    """λ of (1 − λ)·CE + λ·‖Jv‖², J of one loop at the last state, v a random unit vector (STARS)."""
 
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "last_n", "backprop_loops", "anchor_scale")
-        check_not_negative(self, "norm_penalty", "scale_anchor", "z_loss", "exit_entropy")
+        check_positive(self, "distil_from")
+        check_not_negative(
+            self, "norm_penalty", "scale_anchor", "z_loss", "exit_entropy", "exit_kl", "jacobian_penalty"
+        )
         check_pairing(self, "placement", {"weighted": "loop_weights", "last-n": "last_n"})
-        check_only_with(self, "placement", "gated", "exit_entropy")
+        check_only_with(self, "placement", "gated", "exit_entropy", "exit_kl")
+        check_only_with(self, "placement", "distilled", "distil_from")
+        if not 0 < self.exit_rate < 1:
+            raise ConfigError.of("exit_rate", self.exit_rate, "must be above 0 and below 1")
+        if self.exit_rate != 0.2 and not self.exit_kl:
+            raise ConfigError.of("exit_rate", self.exit_rate, "has no effect while exit_kl is 0")
+        if self.jacobian_penalty >= 1:
+            raise ConfigError.of("jacobian_penalty", self.jacobian_penalty, "must be below 1")
         check_share(self, "exit_fraction")
-        if self.exit_fraction < 1 and self.placement in ("terminal", "gated"):
+        if self.exit_fraction < 1 and self.placement in ("terminal", "gated", "distilled"):
             why = f"has no fixed exits to thin out under placement = {self.placement!r}"
             raise ConfigError.of("exit_fraction", self.exit_fraction, why)
         if self.anchor_scale != 1.0 and not self.scale_anchor:
@@ -425,7 +466,7 @@ class Config:
             raise ConfigError.of(
                 "loop_weights", objective.loop_weights, f"cannot be matched to depth = {objective.depth!r}"
             )
-        for name in ("last_n", "backprop_loops"):
+        for name in ("last_n", "backprop_loops", "distil_from"):
             if (count := getattr(objective, name)) is not None and count > model.num_loops:
                 raise ConfigError.of(name, count, f"exceeds num_loops = {model.num_loops}")
 
@@ -525,7 +566,36 @@ def _check_attention(config: ModelConfig) -> None:
     check_only_with(config, "qk_norm", True, "qk_norm_gain")
 
 
+def _check_experts(config: ModelConfig) -> None:
+    if config.num_experts is None:
+        for name, usual in (("experts_per_token", 2), ("balance_loss", 0.01), ("router_z_loss", 0.001)):
+            if getattr(config, name) != usual:
+                raise ConfigError.of(name, getattr(config, name), "has no effect without num_experts")
+        return
+    if config.experts_per_token > config.num_experts:
+        raise ConfigError.of(
+            "experts_per_token", config.experts_per_token, f"exceeds num_experts = {config.num_experts}"
+        )
+    if config.mlp_hidden % config.experts_per_token:
+        why = f"must divide the feed-forward's hidden width, {config.mlp_hidden}"
+        raise ConfigError.of("experts_per_token", config.experts_per_token, why)
+    if config.norm_placement == "normformer":
+        raise ConfigError.of("num_experts", config.num_experts, "has no place for NormFormer's inner norm")
+
+
 def _check_recurrence(config: ModelConfig) -> None:
+    check_only_with(config, "recurrence", "pondering", "ponder_cost")
+    if config.recurrence not in ("plain", "pondering"):
+        own = {"injection": "none", "inter_loop_norm": "none", "spectral_damping": False, "loop_embedding": False}
+        for name, usual in own.items():
+            if getattr(config, name) != usual:
+                why = f"has no place in recurrence = {config.recurrence!r}, which is a loop of its own"
+                raise ConfigError.of(name, getattr(config, name), why)
+    if config.norm_placement == "recall" and config.prelude_layers:
+        raise ConfigError.of("prelude_layers", config.prelude_layers, "cannot recall an input that it is to make")
+    if config.recurrence == "anchored" and config.norm_placement not in ("pre", "sandwich", "one-over-n"):
+        why = "needs layers that add to the stream (pre, sandwich, one-over-n), for the loop acts on what they add"
+        raise ConfigError.of("recurrence", "anchored", why)
     if config.state_init != "embedding" and config.injection == "none":
         raise ConfigError.of("state_init", config.state_init, "needs an injection, or the input never reaches the loop")
     if config.num_loops == 1 and config.inter_loop_norm != "none":

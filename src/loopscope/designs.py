@@ -256,6 +256,173 @@ def deepnorm(base: Config) -> Config:
     return _designed(base, norm="layernorm", norm_placement="deepnorm", readout="raw")
 
 
+def parcae_linear(base: Config) -> Config:
+    """Parcae's model with state and input mixed by one matrix in every loop: nothing bounds what is carried.
+
+    h ← W·[h; e], then the pre-norm core; otherwise as `parcae`. Our `concat` injection, under another initialisation.
+    """
+    return _parcae(base, "concat")
+
+
+def nanoloop(base: Config) -> Config:
+    """A plain loop that starts by forgetting: state and input go through a matrix that begins with the input alone.
+
+    u = W·[e; h], W = [I | 0] at first; h_k = stack(u), h_0 = e, an RMSNorm after each loop, which in our cut opens the
+    next one and is the readout's. No loop reads the state until W has trained.
+
+    Open: what is supervised; chosen the last loop.
+    """
+    return _designed(
+        base,
+        ObjectiveConfig(placement="terminal"),
+        injection="forgetful",
+        inter_loop_norm="rmsnorm",
+        readout="rmsnorm",
+        share_readout_norm=True,
+    )
+
+
+def one_over_n(base: Config) -> Config:
+    """A pre-norm loop whose branches are divided by the number of loops.
+
+    x ← x + N⁻¹·(L/12)^−½·f(norm x), N loops, L layers, each counted once.
+
+    Open: the placement of its loss; chosen every loop through RMSNorm, as `paper-rmsnorm`.
+    """
+    return _designed(base, norm_placement="one-over-n", readout="rmsnorm")
+
+
+def deeploop(base: Config) -> Config:
+    """DeepNorm with weights made for loops: square roots of the unrolled depth for fourth roots.
+
+    x ← LN(α·x + f(x)), α = (2M)^½; values, outputs and feed-forward initialised × β = (8M)^−½, M the unrolled depth.
+
+    Open: readout and placement of its loss; chosen as for `deepnorm`.
+    """
+    return _designed(base, norm="layernorm", norm_placement="deeploop", readout="raw")
+
+
+def recall(base: Config) -> Config:
+    """Every branch recalls the input, and an outer norm closes it: fixed points that depend on the input.
+
+    u = LN(W_r·[h; e]); h ← LN'(h + Attn(u)); the same with the feed-forward; h_0 = e, W_r of each branch 2d → d.
+
+    Open: initialisation and depths; chosen those of the base. Supervised at the last loop, read without a further norm.
+    """
+    objective = ObjectiveConfig(placement="terminal")
+    return _designed(base, objective, norm="layernorm", norm_placement="recall", readout="raw")
+
+
+def tapernorm(base: Config) -> Config:
+    """Norms that fade into fixed maps while it trains, the last one too, with an anchor on the scale.
+
+    y = g·γ∘x/r + (1 − g)·c·γ₂∘x in every layer and in the readout; g = 1 for the first 0.3 of training, then a cosine
+    to 0; c and γ₂ are those of the norm at the end of that time. loss = mean CE_k + λ·mean (s − 1)².
+
+    Open: warm-up, λ and the target of the anchor; chosen 0.3, 1 and 1. At λ = 0.01, the weight of the paper's penalty,
+    small models diverged here once the norms had faded. It was not published as a loop; every loop is supervised.
+    """
+    return _designed(base, ObjectiveConfig(scale_anchor=1.0), norm="taper", readout="taper")
+
+
+def stars(base: Config) -> Config:
+    """A plain loop whose loss charges for how much one more loop would stretch a random change of the state.
+
+    loss = (1 − λ)·CE_K + λ·‖J v‖², λ = 0.1, v a random unit vector, J of one loop at the last state, held fixed.
+
+    Open: the model around it; chosen the plain loop with RMSNorm readout, supervised at the last loop.
+    """
+    return _designed(base, ObjectiveConfig(placement="terminal", jacobian_penalty=0.1), readout="rmsnorm")
+
+
+def elt(base: Config) -> Config:
+    """A plain loop that learns at the last loop, and at one random exit, which the last one comes to teach.
+
+    loss = CE_K + λ·CE_j + (1 − λ)·D_j, j uniform in 1..K, λ from 1 to 0 in a line over training, D_j the cross-entropy
+    of exit j against the probabilities of loop K, which get no gradient from it.
+
+    Open: the model around it and the least j; chosen the plain loop with RMSNorm readout, and 1.
+    """
+    return _designed(base, ObjectiveConfig(placement="distilled"), readout="rmsnorm")
+
+
+def scse(base: Config) -> Config:
+    """The loop acts on the distance to an anchor that the input sets, and halts where that is zero.
+
+    anchor = e + 0.1·P_a e; h_0 = e + 0.1·P_0 e; δ = h − anchor; h ← anchor + δ + ½·m·G(δ), m = 1 where ‖δ‖² > 1e-8.
+
+    Open: readout and loss; chosen the last loop through RMSNorm. G(δ) is taken for what the layers add to δ.
+    """
+    return _designed(base, ObjectiveConfig(placement="terminal"), recurrence="anchored", readout="rmsnorm")
+
+
+def hrm(base: Config) -> Config:
+    """Two states: a fast one that runs three times for each time a slow one does, and is carried beside it.
+
+    z_L ← norm(L(z_L + z_H)) three times; h = H(z_H + z_L); z_H = norm(h) opens the next loop. z_H starts from the
+    embedding at unit scale, z_L from zero; the last loop is supervised. L and H each have the base's layers.
+
+    Chosen here: all cycles are back-propagated, and the readout's norm has a gain. Rotary positions are recipe; the
+    output gate of attention is its own.
+    """
+    objective = ObjectiveConfig(placement="terminal")
+    return _designed(base, objective, recurrence="two-state", attention_gate=True, readout="rmsnorm")
+
+
+def hyperloop(base: Config) -> Config:
+    """Four copies of the stream, which each loop reads, writes and keeps by gates of its own.
+
+    z = RMSNorm(flatten Y); Y ← σ(·)∘Y + 2σ(·)∘(F(σ(·)·Y) + v_k), each σ of a·W z + b, per loop; read out their mean.
+
+    Open: prelude, coda and loss; chosen none, none, and the last loop through RMSNorm.
+    """
+    return _designed(base, ObjectiveConfig(placement="terminal"), recurrence="hyper", readout="rmsnorm")
+
+
+def looped_moe(base: Config) -> Config:
+    """A plain loop whose feed-forwards are mixtures: each token goes to 2 of 8 experts of half the width.
+
+    loss = CE_K + w_b·E·Σ f_i·p̄_i + w_z·mean(logsumexp²) of the router's logits.
+
+    Open: both weights; chosen 0.01 and 0.001. Its norms have no gain, ours do; its rotary positions are recipe.
+    Supervised at the last loop.
+    """
+    return _designed(base, ObjectiveConfig(placement="terminal"), num_experts=8, mlp="swiglu", readout="rmsnorm")
+
+
+def act(base: Config) -> Config:
+    """Tokens halt when their gates have added up; what is read out is the mean of the states on the way.
+
+    p_n = σ(w·h_{n−1} + b); out = Σ_{n<N} p_n·h_n + R·h_N; loss = CE_K + τ·mean(N + R), τ = 0.01, b = 1 at first.
+
+    Open: the norm before the head; chosen RMSNorm on the mean.
+    """
+    return _designed(base, ObjectiveConfig(placement="terminal"), recurrence="pondering", readout="rmsnorm")
+
+
+def pondernet(base: Config) -> Config:
+    """Gated exits under a geometric prior on the depth.
+
+    λ_k = σ(gate), p_k = λ_k·Π_{j<k}(1 − λ_j), the last loop takes the rest; loss = Σ p_k·CE_k + β·KL(p ‖ geometric),
+    rate 0.2 with its remaining mass on the last loop, β = 0.01.
+
+    Open: the model around it; chosen the plain loop with RMSNorm readout. The gate reads what the head reads, as ours
+    does everywhere; the published one reads the state.
+    """
+    return _designed(base, ObjectiveConfig(placement="gated", exit_kl=0.01), exit_gate=True, readout="rmsnorm")
+
+
+def fully_looped(base: Config) -> Config:
+    """The state comes back as the queries of every layer, while the stream itself restarts from the input.
+
+    Loop 1 is ordinary; in loop k > 1 every layer attends with Q = W_Q·h_{k−1}, K and V of its own input, and the
+    residual stream begins at e again. No parameters are added.
+
+    Open: a norm on the query; chosen the layer's own. Supervised at the last loop through RMSNorm.
+    """
+    return _designed(base, ObjectiveConfig(placement="terminal"), recurrence="query", readout="rmsnorm")
+
+
 # --- the registry ----------------------------------------------------------------------------------------------------
 
 _PAPER = "arXiv 2606.24898"
@@ -278,8 +445,23 @@ DESIGNS: dict[str, Design] = {
         Design("huginn", "Huginn", "arXiv 2502.05171", huginn),
         Design("parcae", "Parcae, diagonal", "arXiv 2604.12946", parcae),
         Design("parcae-add", "Parcae, add", "arXiv 2604.12946", parcae_add),
+        Design("parcae-linear", "Parcae, linear", "arXiv 2604.12946", parcae_linear),
+        Design("nanoloop", "nanoLOOP", "nanoLOOP, looped_nanochat", nanoloop),
         Design("normformer", "NormFormer", "arXiv 2110.09456", normformer),
         Design("deepnorm", "DeepNorm", "arXiv 2203.00555", deepnorm),
+        Design("deeploop", "DeepLoop", "arXiv 2607.13491", deeploop),
+        Design("one-over-n", "1/N residuals", "arXiv 2606.18524", one_over_n),
+        Design("recall", "recall + outer norm", "arXiv 2604.15259", recall),
+        Design("tapernorm", "TaperNorm", "arXiv 2602.10408", tapernorm),
+        Design("stars", "STARS", "arXiv 2605.26733", stars),
+        Design("elt", "ELT", "arXiv 2604.09168", elt),
+        Design("pondernet", "PonderNet", "arXiv 2107.05407", pondernet),
+        Design("act", "ACT", "arXiv 1603.08983", act),
+        Design("scse", "SCSE", "arXiv 2607.27656", scse),
+        Design("hrm", "HRM, two states", "HRM-Text", hrm),
+        Design("hyperloop", "Hyperloop", "arXiv 2604.21254", hyperloop),
+        Design("fully-looped", "Fully Looped Transformer", "arXiv 2605.18797", fully_looped),
+        Design("looped-moe", "looped mixture of experts", "arXiv 2605.09165", looped_moe),
     )
 }
 

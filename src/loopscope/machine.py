@@ -24,7 +24,7 @@ from loopscope.errors import UnsupportedError
 from loopscope.files import read_text
 
 PACKAGES = ("loopscope", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "tyro", "rich", "jinja2")
-OPTIONAL_PACKAGES = ("transformers", "datasets", "ray", "lm-eval", "fastapi", "tensorboard", "wandb", "trackio")
+OPTIONAL_PACKAGES = ("transformers", "datasets", "ray", "lm-eval", "tensorboard", "wandb", "trackio")
 MOST_REMEMBERED_BYTES = 256 << 20
 """Of a file in the cache folder; the largest we write, the built-in corpus, has 5 MB."""
 

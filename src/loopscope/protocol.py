@@ -209,6 +209,30 @@ class MixedDepths(Cached):
         """As in `LoopedModel`, with one loop for all rows or one for each."""
 
 
+class ProjectedKeys(Cached):
+    """Makes keys and values of a state without running a loop on it: what a token that has left may go on showing."""
+
+    what = "key and value maps that a state can be put through alone"
+
+    @property
+    def can_project(self) -> bool:
+        """Whether this model really can; of one class some may, by their configuration, and some may not."""
+        return True
+
+    @classmethod
+    def of(cls, model: object) -> Self | None:
+        """The model, if it can."""
+        found = super().of(model)
+        return found if found is not None and found.can_project else None
+
+    @abstractmethod
+    def project(self, state: LoopState, loops: Sequence[int], cache: Cache) -> None:
+        """Give `cache.extend` what the maps of every core layer make of this state as it enters each of these loops.
+
+        Nothing is attended to and the state does not advance: layers see the state itself, not one another's output.
+        """
+
+
 class ExitGate(Capability):
     """A learned probability of leaving at each loop."""
 

@@ -29,6 +29,8 @@ CLEAR = 10.0
 """Ratio of norms from which a contrast speaks for itself: the rule of claim C1."""
 LINEAR_BELOW = 0.1
 """Nats: exit failures are drawn and compared on an axis that is about linear below this (Figure 1 of the paper)."""
+SATURATED_LOGIT = math.log(999)
+"""|logit| from which a probability is within 0.001 of 0 or 1, and the gradient of a loss a 250th of that at 1/2."""
 GUARDED = ("skip", "rolled-back")
 """Events by which a guard changes a run."""
 CLAMPS_BEFORE_THE_FIELD = ("radial clamp: growth removed", "radial clamp: frozen at loop 1")
@@ -70,6 +72,106 @@ class RowRecord:
         """What can be read of it."""
         state = part.choice("state", get_args(RowState)) or None
         return part.as_a(cls, state=state, attempts=part.integer("attempts") or 0)
+
+
+# --- halting.json ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exits:
+    """The share of tokens that leave after loop k."""
+
+    k: int | None
+    share: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedLoop:
+    """What a gate says after loop k, and how long the state is that it reads."""
+
+    k: int | None
+    norm: float | None
+    """Mean ‖h_k‖."""
+    logit: float | None
+    """Mean |logit|."""
+    saturated: float | None
+    """Share of tokens whose exit probability is within 0.001 of 0 or 1: a loss could hardly move it any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """One linear gate, trained on the frozen model, and what it saves at the bound of the rule beside it."""
+
+    reads: str
+    """h, or norm(h)."""
+    loss: float | None
+    """Cross-entropy of its exit probability on text it was not trained on, nats."""
+    constant_loss: float | None
+    """That of a gate that always says the same: what has to be beaten."""
+    mean_loops: float | None
+    fixed_depth: float | None
+    loops: list[GatedLoop]
+
+    @property
+    def saved(self) -> float | None:
+        """Loops a token that it saves beyond the smallest certified fixed depth."""
+        return difference(self.fixed_depth, self.mean_loops)
+
+    @classmethod
+    def from_json(cls, part: Part) -> Self:
+        """What can be read of it."""
+        return part.as_a(cls, loops=[row.as_a(GatedLoop) for row in part.parts("loops")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedHalting:
+    """halting.json: what a calibrated halting rule saves of a row's loops, and what of that a fixed depth saves too."""
+
+    step: int | None
+    num_loops: int | None
+    split: str = ""
+    """The text, dealt to fit, calibration and test units."""
+    rule: str = ""
+    max_ppl_increase: float | None = None
+    confidence: float | None = None
+    units: dict[str, float] = field(default_factory=dict)
+    """By split of the calibration."""
+    units_needed: int | None = None
+    threshold: float | None = None
+    """None: nobody leaves early."""
+    p_value: float | None = None
+    ppl_increase: float | None = None
+    """On the test units, as are mean_loops, unit_loops and exits."""
+    mean_loops: float | None = None
+    fixed_depth: float | None = None
+    """The smallest fixed depth that is certified at the same bound."""
+    unit_loops: list[float | None] = field(default_factory=list)
+    """Loops a token of each test unit."""
+    exits: list[Exits] = field(default_factory=list)
+    gates: list[Gate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reason: str = ""
+    """Why nothing was measured; empty where something was."""
+
+    @property
+    def saved(self) -> float | None:
+        """Loops a token that the rule saves beyond that depth: what is adaptive about it."""
+        return difference(self.fixed_depth, self.mean_loops)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it says what was saved, or why that cannot be known."""
+        return bool(self.reason) or (self.saved is not None and None not in self.unit_loops and bool(self.unit_loops))
+
+    def to_json(self) -> dict[str, Any]:
+        """What halting.json holds."""
+        return {"schema_version": 1, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, part: Part) -> Self:
+        """What can be read of it."""
+        exits = [row.as_a(Exits) for row in part.parts("exits")]
+        return part.as_a(cls, exits=exits, gates=[Gate.from_json(row) for row in part.parts("gates")])
 
 
 # --- audit.json ------------------------------------------------------------------------------------------------------
@@ -366,6 +468,8 @@ class Run:
     audit: Audit | None
     untrained: Audit | None
     """The audit of the same design with the weights its training began with: rows of a grid have one."""
+    halting: CalibratedHalting | None
+    """Of a row of a grid whose exits are trained."""
     row: RowRecord | None
     """Where it is a row of a grid."""
     problems: Problems
@@ -524,6 +628,7 @@ def read_run(folder: Path, name: str) -> Run:
         evaluation=read_as(folder / "eval.json", Evaluation.from_json, problems),
         audit=read_as(folder / "audit.json", Audit.from_json, problems),
         untrained=read_as(folder / "audit-untrained.json", Audit.from_json, problems),
+        halting=read_as(folder / "halting.json", CalibratedHalting.from_json, problems),
         row=read_as(folder / "row.json", RowRecord.from_json, problems),
         problems=problems,
     )

@@ -30,6 +30,9 @@ WRITTEN_UNDER_LOCK = (
     "manifest.json",
     "metrics.jsonl",
     "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+    "tokenizer/special_tokens_map.json",
+    "tokenizer/chat_template.jinja",
     "tokenizer/tokenizer-manifest.json",
 )
 """Files that only the holder of the lock writes, each through a temporary one beside it."""
@@ -186,7 +189,10 @@ def folder_written_whole(path: Path, tag: str | None = None) -> Iterator[Path]:
     beside.mkdir(parents=True)
     try:
         yield beside
-        for file in sorted(beside.iterdir()):
+        for file in sorted(beside.rglob("*")):
+            if file.is_dir():
+                sync_folder(file)
+                continue
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
         sync_folder(beside)

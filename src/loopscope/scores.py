@@ -51,6 +51,39 @@ class Depth:
 
 
 @dataclass(frozen=True)
+class HaltedScore:
+    """A text under a halting policy: a point of the frontier between two fixed depths."""
+
+    policy: str
+    """The file, or RULE:THRESHOLD."""
+    rule: str
+    threshold: float | None
+    """None: no token ever leaves early."""
+    fill: str
+    mean_loops: float | None
+    """Loops a token."""
+    ce: float | None
+    """Nats per token."""
+    bits_per_byte: float | None = None
+    tokens_per_second: float | None = None
+    """Of decoding at batch 1, where speed was asked for."""
+
+    @property
+    def perplexity(self) -> float | None:
+        """As of a depth."""
+        return self.as_depth.perplexity
+
+    @property
+    def as_depth(self) -> Depth:
+        """The same qualities as a fixed depth has, for whoever compares them; it has no whole number of loops."""
+        return Depth(0, self.ce, None, self.bits_per_byte)
+
+    def to_json(self) -> dict[str, Any]:
+        """As eval.json keeps it."""
+        return {**asdict(self), "perplexity": self.perplexity}
+
+
+@dataclass(frozen=True)
 class Answers:
     """The answers of a task that take so many steps, and the share of them that is right after every loop."""
 
@@ -85,6 +118,8 @@ class Split:
     bytes: int | None = None
     answers: list[Answers] = field(default_factory=list)
     """Of a task, by the steps they take."""
+    halting: list[HaltedScore] = field(default_factory=list)
+    """Of halting policies, where some were named."""
 
     def at(self, k: int) -> Depth | None:
         """The scores after loop k."""
@@ -108,19 +143,27 @@ class Split:
         answers = [
             replace(each, accuracy=dict(sorted(by.items()))) for each, by in zip(self.answers, shares, strict=True)
         ]
-        return replace(self, depths=[depths[k] for k in sorted(depths)], answers=answers)
+        halting = {each.policy: each for each in (*before.halting, *self.halting)}
+        return replace(
+            self, depths=[depths[k] for k in sorted(depths)], answers=answers, halting=list(halting.values())
+        )
 
     def with_bytes(self, num_bytes: int) -> Split:
         """The same with bits per byte: total nats in bits, over the true UTF-8 bytes of the text."""
         assert self.tokens is not None
         bits = self.tokens / math.log(2) / num_bytes
         depths = [replace(depth, bits_per_byte=None if depth.ce is None else depth.ce * bits) for depth in self.depths]
-        return replace(self, depths=depths, bytes=num_bytes)
+        halting = [replace(each, bits_per_byte=None if each.ce is None else each.ce * bits) for each in self.halting]
+        return replace(self, depths=depths, halting=halting, bytes=num_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """As eval.json keeps it."""
-        depths, answers = ([each.to_json() for each in rows] for rows in (self.depths, self.answers))
-        return {"tokens": self.tokens, "bytes": self.bytes, "depths": depths, "answers": answers}
+        depths, answers, halting = (
+            [each.to_json() for each in rows] for rows in (self.depths, self.answers, self.halting)
+        )
+        return {
+            "tokens": self.tokens, "bytes": self.bytes, "depths": depths, "answers": answers, "halting": halting
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, part: Part) -> Self:
@@ -130,6 +173,7 @@ class Split:
             cls,
             depths=[row.as_a(Depth, k=k) for k, row in part.by_number("depths").items()],
             answers=[Answers.from_json(row, steps) for steps, row in answers.items()],
+            halting=[row.as_a(HaltedScore) for row in part.parts("halting")],
         )
 
 

@@ -3,6 +3,7 @@
     runs/NAME                     a run folder: its newest checkpoint        runs/NAME/checkpoints/step-00000250
     downloads/Ouro-1.4B           a local Hugging Face folder: config.json and safetensors
     hf:ORG/NAME[@REVISION]        the same from the hub, through huggingface_hub's cache
+    downloads/llama,loop-layers=4..12,num-loops=4       an ordinary model, some layers of which become a loop
     preset:nano, my-config.yaml   a configuration, freshly initialised
     design:huginn                 a published design at the size of the preset demo, likewise
     package.module:factory        a function that returns a LoopedModel
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopscope.adapters.foreign import DTYPES, OWN_DTYPE
 from loopscope.adapters.hf import download, is_hf_folder, open_folder
 from loopscope.config import Config, DataConfig, ObjectiveConfig, TargetConfig, load_config
 from loopscope.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
@@ -38,7 +40,7 @@ from loopscope.protocol import LoopedModel, missing_methods
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from loopscope.training.session import checkpoint_path, run_of
-from loopscope.words import WORDS, check_word
+from loopscope.words import WORDS, Retrofit, check_word, split_word
 
 Batch = Tensor | tuple[Tensor, Tensor]
 """Ids (B, T), or ids with their targets."""
@@ -95,20 +97,38 @@ class Opened:
         return DataConfig() if self.config is None else self.config.data
 
 
-def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
-    """The model that a word means, with everything that is known of it; `seed` is for freshly initialised weights."""
-    if isinstance(word, Opened):
-        return word
-    text, path = str(word), Path(word)
+def open_target(word: str | Path | Opened, *, seed: int = 0, dtype: str | None = None) -> Opened:
+    """The model that a word means, with everything that is known of it; `seed` is for freshly initialised weights.
+
+    `dtype` is float32, bfloat16, float16, or own: as the folder stores them. By default other people's weights become
+    float32, and everything else stays as it is.
+    """
+    check_dtype(dtype)
+    opened = word if isinstance(word, Opened) else _opened(word, seed, dtype)
+    if dtype in DTYPES and isinstance(opened.model, nn.Module):
+        opened.model.to(DTYPES[dtype])
+    return opened
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Refuse what is no dtype that a target can be opened in."""
+    if dtype is not None and dtype not in (*DTYPES, OWN_DTYPE):
+        raise ConfigError.of("dtype", dtype, f"expected one of {', '.join((*DTYPES, OWN_DTYPE))}")
+
+
+def _opened(word: str | Path, seed: int, dtype: str | None) -> Opened:
+    text = str(word)
     check_word(text)
+    base, how = split_word(text)
+    path = Path(base)
     if text.startswith("preset:"):
         return of_config(text, preset(text.removeprefix("preset:")), seed)
     if text.startswith("design:"):
         return of_config(text, design(text.removeprefix("design:")).apply(preset(DESIGN_SIZE)), seed)
     if text.startswith("hf:"):
-        return replace(of_folder(download(text)), name=text)
+        return replace(of_folder(download(base), how, dtype), name=text)
     if path.is_dir():
-        return of_folder(path) if is_hf_folder(path) else of_run(path)
+        return replace(of_folder(path, how, dtype), name=text) if is_hf_folder(path) else of_run(path)
     if path.suffix in (".yaml", ".yml"):
         return of_config(text, load_config(path), seed)
     return of_made(text, made_by_factory(text, seed))
@@ -116,7 +136,7 @@ def open_target(word: str | Path | Opened, *, seed: int = 0) -> Opened:
 
 def is_factory(word: str) -> bool:
     """Whether a word is package.module:factory, as `open_target` reads it."""
-    path = Path(word)
+    path = Path(split_word(word)[0])
     others = word.startswith(("preset:", "design:", "hf:")) or path.is_dir() or path.suffix in (".yaml", ".yml")
     return ":" in word and not others
 
@@ -142,20 +162,23 @@ def of_run(path: Path) -> Opened:
     config = run.config()
     fresh = of_config(str(path), config, seed=config.training.seed)
     checkpoint.load_model_tensors(_module(fresh), checkpoint.load(folder).model_tensors(), folder)
+    tokenizer = load_tokenizer(run.path / "tokenizer") if (run.path / "tokenizer").is_dir() else None
     return replace(
         fresh,
-        tokenizer=load_tokenizer(run.path / "tokenizer") if (run.path / "tokenizer").is_dir() else fresh.tokenizer,
+        tokenizer=tokenizer or fresh.tokenizer,
         objective=config.objective,
         max_length=config.model.max_length,
+        end_ids=fresh.end_ids if tokenizer is None else tokenizer.end_ids,
         run=run,
         step=int(folder.name.removeprefix("step-")),
         is_newest=folder != path,
     )
 
 
-def of_folder(path: Path) -> Opened:
+def of_folder(path: Path, how: Retrofit | None = None, dtype: str | None = None) -> Opened:
     """Somebody else's checkpoint under the objective of its kind, with the tokenizer.json beside it."""
-    foreign = open_folder(path)
+    kind = None if dtype == OWN_DTYPE else DTYPES[dtype or "float32"]
+    foreign = open_folder(path, how, dtype=kind)
     file = path / TOKENIZER_FILE
     tokenizer = read_tokenizer(file) if file.is_file() else None
     if tokenizer is not None and tokenizer.vocab_size > foreign.vocab_size:
@@ -167,6 +190,7 @@ def of_folder(path: Path) -> Opened:
         objective=foreign.objective,
         vocab_size=foreign.vocab_size,
         max_length=foreign.max_length,
+        step=foreign.step,
         stage="step unknown",
         notes=foreign.notes,
         end_ids=foreign.end_ids,

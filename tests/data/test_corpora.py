@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import sys
 from itertools import chain
 
@@ -203,3 +204,64 @@ def test_joined_pieces_make_the_joined_text(corpus):
     pieces = list(joined(documents))
     assert "".join(pieces) == "\n\n".join(documents)
     assert len(pieces) == 20 and pieces[0] == documents[0]
+
+
+# --- articles --------------------------------------------------------------------------------------------------------
+
+WIKI = """
+ = First =
+
+ Of rivers .
+
+ = = Section = =
+
+ More of rivers = water .
+ = Second of two =
+ Of stones .
+"""
+
+
+def articles_of(tmp_path, name, text, split="valid", valid=True):
+    path = tmp_path / name
+    path.write_text(text)
+    config = DataConfig(data=(str(path),), valid=(str(path),) if valid else None)
+    found = open_corpus(config).articles(split)
+    return None if found is None else list(found)
+
+
+def test_an_article_of_wikitext_begins_at_a_top_level_heading_and_at_no_other(tmp_path):
+    first = [" = First =", " Of rivers .", " = = Section = =", " More of rivers = water ."]
+    assert articles_of(tmp_path, "wiki.txt", WIKI) == [first, [" = Second of two =", " Of stones ."]]
+
+
+def test_what_stands_before_the_first_heading_is_an_article_of_its_own(tmp_path):
+    found = articles_of(tmp_path, "wiki.txt", " the end of another\n" + WIKI)
+    assert [article[0] for article in found] == [" the end of another", " = First =", " = Second of two ="]
+
+
+def test_lines_without_headings_are_of_articles_that_nobody_can_name(tmp_path):
+    assert articles_of(tmp_path, "plain.txt", "a line\n= = only a section = =\nanother\n") is None
+
+
+def test_lines_that_were_held_out_one_by_one_have_lost_their_articles(tmp_path):
+    many = WIKI * 40
+    assert articles_of(tmp_path, "wiki.txt", many, "valid", valid=False) is None
+    assert articles_of(tmp_path, "wiki.txt", many, "train", valid=False) is None
+
+
+def test_a_record_is_an_article_unless_records_are_the_lines_of_a_wiki(tmp_path):
+    records = "\n".join(json.dumps({"text": text}) for text in ("one", "two\n\n = not alone = \nof two"))
+    assert articles_of(tmp_path, "records.jsonl", records) == [["one"], ["two\n\n = not alone = \nof two"]]
+    lines = "\n".join(json.dumps({"text": line + "\n"}) for line in WIKI.splitlines())
+    assert [len(article) for article in articles_of(tmp_path, "lines.jsonl", lines)] == [4, 2]
+
+
+def test_articles_of_several_sources_never_run_into_one_another(tmp_path):
+    (tmp_path / "wiki.txt").write_text(WIKI)
+    (tmp_path / "more.jsonl").write_text(json.dumps({"text": "a record"}))
+    names = tuple(str(tmp_path / name) for name in ("wiki.txt", "more.jsonl"))
+    corpus = open_corpus(DataConfig(data=names, valid=names))
+    assert [len(article) for article in corpus.articles("valid")] == [4, 2, 1]
+    (tmp_path / "plain.txt").write_text("a line\n")
+    names = (*names, str(tmp_path / "plain.txt"))
+    assert open_corpus(DataConfig(data=names, valid=names)).articles("valid") is None

@@ -117,3 +117,20 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(make, monk
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UnsupportedError, match=r"needs datasets; run: pip install 'loopscope\[hf\]'"):
         splits(name)
+
+
+def test_a_number_behind_the_configuration_reads_only_so_many_documents_and_streams_them(make):
+    whole = make(train=TRAIN)
+    corpus = open_corpus(DataConfig(data=(f"{whole}::40",)))
+    read = [document for split in SPLITS for document in corpus.documents[split]]
+    assert sorted(read) == sorted(TRAIN[:40]) and corpus.documents["valid"]
+    (streaming,) = corpus.choices
+    assert streaming.value is True and "first 40 documents" in streaming.reason
+    hashes = {open_corpus(DataConfig(data=(f"{whole}{part}",))).sha256 for part in ("", "::40", "::41")}
+    assert len(hashes) == 3, "another part is another corpus"
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many", "1.5"])
+def test_a_part_that_is_no_number_is_refused_by_name(make, count):
+    with pytest.raises(DataError, match="is not a number of documents"):
+        open_corpus(DataConfig(data=(f"{make(train=TRAIN)}::{count}",)))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from samples import sample_audit, sample_evaluation, sample_loop, sample_manifest, write_sample
+from samples import sample_audit, sample_evaluation, sample_halting, sample_loop, sample_manifest, write_sample
 
 from loopscope.auditing.activity import Lemma2
 from loopscope.auditing.result import AuditResult, Loop, Variable
@@ -19,7 +19,7 @@ from loopscope.config import Config, config_to_dict
 from loopscope.experiments.conditions import CONDITIONS, apply_recipe
 from loopscope.experiments.documents import GridRecord, RecipeRecord
 from loopscope.presets import preset
-from loopscope.readings import RowRecord
+from loopscope.readings import CalibratedHalting, RowRecord
 from loopscope.runs import write_json
 from loopscope.scores import Evaluation
 
@@ -36,6 +36,15 @@ NUMBERS: dict[str, tuple[list[float], float]] = {
     "per-loop+layernorm": ([4.490, 4.485, 4.487, 4.490], 310.0),
 }
 WIDTH, LOOPS, STEPS, ROLLOUT = 128, 4, 1000, 30
+HALTING = {
+    "per-loop+rmsnorm": (1.04, 1.0),
+    "per-loop+raw": (2.2, 3.0),
+    "per-loop+final-only": (3.92, 4.0),
+    "per-loop+penalty": (2.6, 3.0),
+    "per-loop+inter-loop-norm": (1.5, 2.0),
+    "per-loop+layernorm": (1.05, 1.0),
+}
+"""Mean loops of a calibrated rule, and the smallest fixed depth that is certified."""
 
 
 def made_up_eval(ce: list[float], norm: float, shift: float) -> Evaluation:
@@ -67,6 +76,14 @@ def made_up_audit(name: str, norm: float, step: int | None = STEPS) -> AuditResu
             "mean clamp": (4.9, 0.5),
         },
     )
+
+
+def made_up_halting(name: str, wobble: float = 0.0) -> CalibratedHalting | None:
+    """Of a per-loop condition."""
+    if name not in HALTING:
+        return None
+    loops, fixed = HALTING[name]
+    return sample_halting(loops + wobble, fixed, step=STEPS, num_loops=LOOPS)
 
 
 def made_up_loops(name: str, norm: float) -> list[Loop]:
@@ -109,6 +126,7 @@ def write_row(
         evaluation=made_up_eval(ce, norm * (1 + wobble), wobble / 10),
         audit=made_up_audit(name, norm * (1 + wobble)),
         untrained=made_up_audit(name, 20.0, step=None),
+        halting=made_up_halting(name, wobble),
         record=RowRecord(
             name=row, condition=name, recipe=recipe, seed=seed, state="finished", attempts=1, seconds={"training": 9.0}
         ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from loopscope.auditing.interventions import CLAMPED
 from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject, Variable
 from loopscope.config import Config
 from loopscope.experiments.ledger import write_record
-from loopscope.readings import RowRecord
+from loopscope.readings import CalibratedHalting, Exits, Gate, GatedLoop, RowRecord
 from loopscope.runs import RunFolder, write_json
 from loopscope.scores import SPLITS, Depth, Evaluation, Split
 
@@ -30,6 +31,7 @@ def write_sample(
     evaluation: Evaluation | None = None,
     audit: AuditResult | None = None,
     untrained: AuditResult | None = None,
+    halting: CalibratedHalting | None = None,
     record: RowRecord | None = None,
     change: Callable[..., None] | None = None,
 ) -> Path:
@@ -45,7 +47,9 @@ def write_sample(
     if change is not None:
         change(evaluated, audited)
     fresh = {} if untrained is None else untrained.to_json()
-    for name, content in (("eval.json", evaluated), ("audit.json", audited), ("audit-untrained.json", fresh)):
+    halted = {} if halting is None else halting.to_json()
+    written = {"eval.json": evaluated, "audit.json": audited, "audit-untrained.json": fresh, "halting.json": halted}
+    for name, content in written.items():
         if content:
             write_json(folder / name, content)
     if record is not None:
@@ -74,6 +78,37 @@ def sample_evaluation(
         threads=1,
         device="cpu",
         unigram_ce=dict.fromkeys(SPLITS, unigram_ce),
+    )
+
+
+def sample_halting(loops: float, fixed: float, *, step: int, num_loops: int, spread: float = 0.05) -> CalibratedHalting:
+    """A calibrated rule that runs so many loops a token, units being so far apart; and gates that save nothing."""
+    gate = Gate(
+        reads="h",
+        loss=0.9,
+        constant_loss=0.6,
+        mean_loops=float(num_loops),
+        fixed_depth=fixed,
+        loops=[GatedLoop(k=k, norm=100.0 * k, logit=3.0 * k, saturated=k / (2 * num_loops)) for k in (1, 2, 4, 8)],
+    )
+    return CalibratedHalting(
+        step=step,
+        num_loops=num_loops,
+        split="valid",
+        rule="margin",
+        max_ppl_increase=0.01,
+        confidence=0.95,
+        units={"fit": 40.0, "calibration": 100.0, "test": 60.0},
+        units_needed=18,
+        threshold=2.5,
+        p_value=0.01,
+        ppl_increase=0.004,
+        mean_loops=loops,
+        fixed_depth=fixed,
+        unit_loops=[loops + spread * (-1) ** n for n in range(60)],
+        exits=[Exits(1, 0.5), Exits(num_loops, 0.5)],
+        gates=[gate, replace(gate, reads="norm(h)", loss=0.4, mean_loops=fixed - 0.2)],
+        notes=["blocks stand in for articles"],
     )
 
 

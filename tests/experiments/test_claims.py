@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_up import LOOPS, write_made_up_grid, write_row
+from made_up import LOOPS, STEPS, write_made_up_grid, write_row
+from samples import sample_halting
 
 from loopscope.experiments.claims import CLAIMS, FAILS, HOLDS, NOT_MEASURED, TOO_EARLY, UNGUARDED, judge_all
 from loopscope.experiments.documents import ClaimsRecord, Judgement
@@ -16,6 +17,7 @@ from loopscope.experiments.evidence import Bound, Quantity, bootstrap, symlog, u
 from loopscope.experiments.results import read_results, shown
 from loopscope.experiments.tables import claims_table
 from loopscope.files import Part
+from loopscope.readings import CalibratedHalting
 
 
 @pytest.fixture
@@ -75,11 +77,9 @@ def steep_sweep(evaluation, audit):
     audit["alpha_sweep"]["loops"][0]["ce"] = [4.4, 4.4, 4.4, 4.4, 4.42]
 
 
-def test_all_claims_hold_on_the_papers_pattern_and_halting_waits(grid):
+def test_all_claims_hold_on_the_papers_pattern(grid):
     verdicts = {name: claim.verdict for name, claim in judged(grid).items()}
-    assert verdicts.pop("C10") == NOT_MEASURED
-    assert verdicts == dict.fromkeys(["C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9", "C11"], HOLDS)
-    assert judged(grid)["C10"].reason == "waits for calibrated halting"
+    assert verdicts == dict.fromkeys([f"C{number}" for number in range(1, 12)], HOLDS)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,7 @@ def test_a_claim_fails_on_numbers_that_contradict_it(grid, claim, condition, cha
         ("C7", "per-loop+raw"),
         ("C8", "per-loop+rmsnorm"),
         ("C9", "per-loop+rmsnorm"),
+        ("C10", "per-loop+rmsnorm"),
         ("C11", "terminal+rmsnorm"),
     ],
 )
@@ -146,7 +147,6 @@ def test_claims_that_need_an_audit_are_not_measured_without_one(grid):
         "C6",
         "C7",
         "C8",
-        "C10",
     }
 
 
@@ -171,7 +171,7 @@ def test_claim_2_needs_every_seed_and_the_papers_directions(grid):
 
 
 def test_what_audits_measure_is_told_of_validation_text_alone(grid):
-    assert set(judged(grid)) - set(judged(grid, "test")) == {"C5", "C6", "C7", "C8"}
+    assert set(judged(grid)) - set(judged(grid, "test")) == {"C5", "C6", "C7", "C8", "C10"}
     names = [quantity.name for quantity in judged(grid, "test")["C4"].quantities]
     assert "norm ratio" in names and not any(name.startswith("growth") for name in names)
 
@@ -229,6 +229,53 @@ def test_claim_6_is_not_measured_where_no_scale_is_large(grid):
     assert judged(grid)["C6"].verdict == NOT_MEASURED
 
 
+def halts(out: Path, condition: str, loops: float, fixed: float, seeds=(42, 101, 202), spread: float = 0.05) -> None:
+    """Change what a calibrated rule saves in rows of a condition."""
+    for seed in seeds:
+        found = sample_halting(loops, fixed, step=STEPS, num_loops=LOOPS, spread=spread)
+        path = out / "rows" / f"{condition}-s{seed}" / "halting.json"
+        if path.exists():
+            path.write_text(json.dumps(found.to_json()))
+
+
+def test_claim_10_fails_where_the_rmsnorm_model_halts_adaptively(grid):
+    halts(grid, "per-loop+rmsnorm", 1.96, 2.0)
+    assert judged(grid)["C10"].verdict == HOLDS, "0.04 loops are nothing"
+    halts(grid, "per-loop+rmsnorm", 1.94, 2.0, seeds=[101])
+    claim = judged(grid)["C10"]
+    assert claim.verdict == FAILS and "2 of 3 seeds" in claim.reason, "in one seed it saves 0.06"
+
+
+def test_claim_10_asks_of_every_seed_that_one_controlled_model_adapts(grid):
+    halts(grid, "per-loop+raw", 2.95, 3.0)
+    assert judged(grid)["C10"].verdict == HOLDS, "the penalty still saves 0.4"
+    halts(grid, "per-loop+penalty", 2.95, 3.0, seeds=[42])
+    assert judged(grid)["C10"].verdict == FAILS, "in seed 42 all three were measured, and none adapts"
+
+
+def test_claim_10_is_open_while_a_model_that_may_adapt_is_not_measured(grid):
+    for name in ("per-loop+raw", "per-loop+penalty"):
+        halts(grid, name, 2.95, 3.0, seeds=[101])
+    claim = judged(grid)["C10"]
+    assert claim.verdict == NOT_MEASURED, "in seed 101 the final-only model was not trained"
+    assert "not measured: halting of per-loop+final-only, seed 101" in claim.reason
+
+
+def test_a_saving_that_units_of_text_do_not_agree_on_is_no_adaptation(grid):
+    for name in ("per-loop+raw", "per-loop+penalty", "per-loop+final-only"):
+        halts(grid, name, 2.85, 3.0, spread=1.0)
+    claim = judged(grid)["C10"]
+    low = next(quantity for quantity in claim.quantities if quantity.name.startswith("the lower end"))
+    assert claim.verdict == FAILS and low.obeyed is False and low.mean < 0 < 0.15
+
+
+def test_a_row_that_cannot_tell_what_halting_saves_says_why_and_decides_nothing(grid):
+    for path in (grid / "rows").glob("per-loop+*/halting.json"):
+        gone = CalibratedHalting(step=STEPS, num_loops=LOOPS, reason="the checkpoint is gone")
+        path.write_text(json.dumps(gone.to_json()))
+    assert judged(grid)["C10"].verdict == NOT_MEASURED
+
+
 def unigram(ce: float | None):
     def change(evaluation, audit):
         evaluation["unigram_ce"] = {} if ce is None else {"valid": ce, "test": 9.0}
@@ -241,8 +288,8 @@ def unigram(ce: float | None):
     [
         ("terminal+rmsnorm", {"C2", "C11"}),
         ("terminal+raw", {"C2"}),
-        ("per-loop+rmsnorm", {"C2", "C9", "C11"}),
-        ("per-loop+final-only", {"C9"}),
+        ("per-loop+rmsnorm", {"C2", "C9", "C10", "C11"}),
+        ("per-loop+final-only", {"C9", "C10"}),
         ("per-loop+layernorm", set()),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from made_up import NUMBERS, made_up_audit, made_up_eval, row_config
+from made_up import NUMBERS, made_up_audit, made_up_eval, made_up_halting, row_config
 from samples import event_row, sample_manifest, train_row
 
 from loopscope.errors import EXIT_INTERRUPTED, RunError
@@ -36,6 +36,7 @@ def write(ledger: Ledger, row: RowSpec, state: str, **more) -> Path:
         write_json(run.path / "eval.json", made_up_eval(*NUMBERS[row.condition], 0.0).to_json())
         write_json(run.path / "audit.json", made_up_audit(row.condition, 3.0).to_json())
         write_json(run.path / "audit-untrained.json", made_up_audit(row.condition, 3.0, step=None).to_json())
+        write_json(run.path / "halting.json", made_up_halting(row.condition).to_json())
     write_record(run.path, RowRecord(state=state, **more))
     return run.path
 
@@ -70,6 +71,18 @@ def test_a_finished_row_needs_its_audits_unless_none_is_asked_for(ledger):
     (folder / "audit.json").unlink()
     assert ledger.status(spec(audit_untrained=False)).state == "open"
     assert ledger.status(spec(audit=False)).state == "finished"
+
+
+def test_a_finished_row_without_halting_is_open_where_it_is_asked_for(ledger):
+    folder = write(ledger, spec(), "finished")
+    assert ledger.status(spec(halting=True)).state == "finished"
+    (folder / "halting.json").unlink()
+    assert ledger.status(spec()).state == "finished"
+    assert ledger.status(spec(halting=True)).state == "open"
+    gone = {"schema_version": 1, "step": 1000, "reason": "the checkpoint is gone"}
+    for content, state in ((gone, "finished"), (gone | {"step": 9}, "open"), (gone | {"reason": ""}, "open")):
+        write_json(folder / "halting.json", content)
+        assert ledger.status(spec(halting=True)).state == state
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""What the process of a row measures: scores with a unigram model beside them, and audits before and after training."""
+"""What the process of a row measures: scores with a unigram model beside them, audits before and after training, and
+what halting saves."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +14,15 @@ import pytest
 
 from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig
 from loopscope.experiments.grid import Request, lay_out
-from loopscope.experiments.ledger import is_audited, is_evaluated
-from loopscope.experiments.row_process import audit_row, evaluate_row, train_row
+from loopscope.experiments.ledger import is_audited, is_calibrated, is_complete, is_evaluated
+from loopscope.experiments.row_process import _run_stages, audit_row, calibrate_row, evaluate_row, train_row
 from loopscope.experiments.rows import RowSpec
+from loopscope.readings import RowRecord, read_run
 from loopscope.runs import RunFolder, write_json
 
 TRAIN = "".join(f"line {n} about rivers and {n * n} stones\n\n" for n in range(300)).rstrip("\n")
 VALID = ("another line about a river\n\n" * 20).rstrip("\n")
+LONG = "\n\n".join(f"another line about river {n % 97} and stone {n % 89}" for n in range(600))
 
 
 @pytest.fixture
@@ -69,6 +73,45 @@ def test_a_row_is_audited_with_the_weights_it_began_with_and_with_those_it_ended
     assert not is_audited(run.path, spec)
     audit_row(spec, run)
     assert is_audited(run.path, spec), "an older version's audit is made again"
+
+
+def test_a_row_that_finished_before_halting_was_measured_is_completed_and_not_trained_again(row, monkeypatch):
+    spec, run = row
+    monkeypatch.setattr("loopscope.experiments.row_halting.UNITS", 40)
+    monkeypatch.setattr("loopscope.experiments.row_process.train_row", lambda *given: pytest.fail("trained again"))
+    spec = replace(spec, audit=False)
+    Path(spec.config.data.valid[0]).write_text(LONG)
+    evaluate_row(spec, run)
+    assert not is_complete(run.path, spec)
+    _run_stages(spec, run, RowRecord())
+    found = read(run.path / "halting.json")
+    assert is_calibrated(run.path, spec) and found["step"] == 2 and found["units"]["calibration"] == 20
+    assert len(found["unit_loops"]) == found["units"]["test"]
+    assert found["fixed_depth"] <= 2 and found["ppl_increase"] < 0.01, "it learned nothing: no loop matters"
+    assert [gate["reads"] for gate in found["gates"]] == ["h", "norm(h)"]
+    assert [loop["k"] for loop in found["gates"][0]["loops"]] == list(range(1, 31)), "far beyond its depth"
+    _run_stages(spec, run, RowRecord())
+    assert read(run.path / "halting.json") == found, "it was there"
+
+
+def test_a_row_whose_checkpoint_is_gone_says_so_instead(row, monkeypatch):
+    spec, run = row
+    monkeypatch.setattr("loopscope.experiments.row_process.train_row", lambda *given: pytest.fail("trained again"))
+    spec = replace(spec, audit=False)
+    evaluate_row(spec, run)
+    shutil.rmtree(run.checkpoints)
+    _run_stages(spec, run, RowRecord())
+    found = read_run(run.path, "row").halting
+    assert found.reason.startswith("the checkpoint of step 2 is gone") and found.saved is None
+    assert is_calibrated(run.path, spec), "it is not asked for again"
+
+
+def test_too_little_text_for_a_promise_is_told_with_what_would_do(row):
+    spec, run = row
+    calibrate_row(spec, run)
+    found = read_run(run.path, "row").halting
+    assert found.is_whole and found.saved is None
+    assert "too few" in found.reason
 
 
 def read(path: Path) -> dict:

@@ -127,7 +127,20 @@ def test_the_claims_table_shows_our_value_the_papers_and_the_verdict(grid):
     assert "norm ratio: 102.4 [102.4, 102.4], n = 3" in first["here (validation text)"]
     assert "39,207" in first["paper"] and "[P]" in first["paper"] and first["verdict"] == "holds"
     assert "that ΔCE with its sign: -0.004000" in row_of(table, "C8")["here (validation text)"]
-    assert row_of(table, "C10")["verdict"] == "not measured: waits for calibrated halting"
+    assert row_of(table, "C10")["verdict"] == "holds" and "raw 2.16" in row_of(table, "C10")["paper"]
+
+
+def test_the_table_of_halting_has_the_papers_loops_beside_ours_and_says_what_they_are(grid):
+    table = tables(grid)["halting"]
+    assert len(table.rows) == 6, "exits of terminal models are not trained"
+    raw, norm = row_of(table, "per-loop + raw"), row_of(table, "per-loop + RMSNorm")
+    assert (raw["loops, paper [R]"], raw["loops"], raw["fixed depth"]) == ("2.16", "2.200 ± 0.0100", "3.000 ± 0")
+    assert raw["saved beyond it"].startswith("+0.8000 ± 0.0100 [") and raw["so it"] == "adapts"
+    assert norm["so it"] == "is K-invariant: 1 of 4 loops do for every token" and norm["saved beyond it"][0] == "-"
+    assert row_of(table, "per-loop + final-only norm")["so it"] == "is undecided: it saves too little, or not clearly"
+    path = grid / "rows" / "per-loop+layernorm-s42" / "halting.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"reason": "the checkpoint is gone"}))
+    assert row_of(tables(grid)["halting"], "per-loop + LayerNorm")["so it"] == "not measured: the checkpoint is gone"
 
 
 def test_another_recipe_has_tables_of_its_own(grid):
@@ -183,7 +196,7 @@ def test_everything_is_rebuilt_to_the_same_bytes(grid):
     figures = {name for name in first if name.endswith(".svg")}
     assert figures == {
         "figure1_exit_plane.svg", "figure2_visibility_activity.svg", "figure3_thirty_loops.svg", "figure4_frontier.svg",
-        "alpha_sweep.svg",
+        "alpha_sweep.svg", "gates.svg",
     }  # fmt: skip
     assert {name.replace(".svg", ".pdf") for name in figures} <= first.keys()
     assert all(f"{name}.{ending}" in first for name in tables(grid) for ending in ("md", "csv", "tex"))
@@ -202,6 +215,10 @@ def test_figures_change_with_their_numbers(grid):
         audit["alpha_sweep"]["loops"][0]["ce"][0] += 1
 
     write_row(grid, "per-loop+raw", 42, change=change)
+    path = grid / "rows" / "per-loop+raw-s42" / "halting.json"
+    halting = json.loads(path.read_text())
+    halting["gates"][0]["loops"][1]["logit"] = 900.0
+    path.write_text(json.dumps(halting))
     publish(grid, print)
     assert [name for name in names if (grid / "figures" / name).read_bytes() == before[name]] == []
 
@@ -225,7 +242,7 @@ def test_figures_that_have_no_numbers_are_not_drawn(grid):
     for path in grid.glob("rows/*/audit.json"):
         path.unlink()
     publish(grid, print)  # and those of before are gone
-    assert {path.stem for path in (grid / "figures").iterdir()} == {"figure1_exit_plane", "figure4_frontier"}
+    assert {path.stem for path in (grid / "figures").iterdir()} == {"figure1_exit_plane", "figure4_frontier", "gates"}
 
 
 def test_without_matplotlib_everything_else_is_made_and_a_sentence_says_what_is_missing(grid, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -31,11 +32,14 @@ from loopscope.experiments.atlas_properties import atlas_tables
 from loopscope.experiments.atlas_record import collect
 from loopscope.experiments.claims import judge_all
 from loopscope.experiments.ledger import Ledger
+from loopscope.experiments.ouro_record import OuroRecord
+from loopscope.experiments.ouro_tables import ouro_tables
 from loopscope.experiments.probe import PARTS, has_probe, read_probe
 from loopscope.experiments.results import read_results
 from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.tables import all_tables, depths_csv
-from loopscope.inference.halting import RULES, parse_halting
+from loopscope.files import read_as
+from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
 from loopscope.report.atlas import render
@@ -209,7 +213,7 @@ def ledger(folder: Path) -> Any:
     (folder / "rows").mkdir(exist_ok=True)
     (folder / "run").rename(folder / "rows" / ROW)
     config = Config(model=MODEL, training=TrainingConfig(steps=3))
-    spec = RowSpec(condition="per-loop+rmsnorm", recipe="paper", seed=42, config=config)
+    spec = RowSpec(condition="per-loop+rmsnorm", recipe="paper", seed=42, config=config, audit=False, halting=True)
     book = Ledger(folder)
     return book.status(spec), book.last_words(spec)
 
@@ -399,6 +403,33 @@ def open_hf(folder: Path) -> list[int]:
         return list(opened.model.readout(trace.states[2], 2).shape)
 
 
+def make_ouro_record(folder: Path) -> None:
+    loop = {"k": 3, "sweep": {"norm": [1.0, 1.0], "none": [1.0, 9.0]}, "radial_share": {"norm": 1e-8, "none": 0.4}}
+    loop |= {"norm": 9.0, "norm_quantiles": [1.0] * 6}
+    gate = {"tokens": 8, "expected_loops": 2.0, "loops": [{"k": 1, "leaving": 0.5, "exit_quantiles": [0.5] * 6}]}
+    gate["thresholds"] = [{"threshold": 0.5, "mean_loops": 1.0, "shares": [1.0]}]
+    whole = {
+        "schema_version": 1,
+        "asked": {"depths": [1, 3], "data": ["x"], "tokenizer": "bytes", "sweep_tokens": 8},
+        "subject": {"name": "hf", "num_loops": 3, "width": 16, "dtype": "float32", "device": "cpu"},
+        "depths": {"tokens": 9, "bytes": 9, "depths": [{"k": 1, "ce": 2.0, "norm": 9.0}, {"k": 3, "ce": 1.5}]},
+        "throughput": [{"k": 1, "tokens_per_second": 10.0}],
+        "states": {"tokens": 8, "alphas": [0.1, 1.0], "loops": [loop]},
+        "gate": gate,
+        "tasks": [{"k": 1, "task": "t", "metric": "acc", "value": 0.5, "error": 0.1}],
+    }
+    (folder / "ouro.json").write_text(json.dumps(whole, indent=2))
+
+
+def ouro_record(folder: Path) -> tuple[str, list[str]]:
+    found = read_as(folder / "ouro.json", OuroRecord.from_json, {})
+    return ("", []) if found is None else (found.verdict, [table.markdown() for table in ouro_tables(found)])
+
+
+def a_verdict(found: tuple[str, list[str]], _: object) -> bool:
+    return found[0] in ("", "holds", "does not hold here", "not measured")
+
+
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
@@ -415,13 +446,29 @@ def make_policy(folder: Path) -> None:
     (folder / "policy.json").write_text(json.dumps(whole, indent=2))
 
 
-def policy(folder: Path) -> tuple[str, float]:
-    halting = parse_halting(str(folder / "policy.json"))
-    return halting.rule.name, halting.threshold
+def make_probe_policy(folder: Path) -> None:
+    make_policy(folder)
+    whole = json.loads((folder / "policy.json").read_text())
+    weights = [[0.5, -0.25, 1e-3], [0.0, 2.0, -1.0], [1.5, 0.125, 3.0]]
+    probe = {"rule": "probe", "fill": "project", "width": 3, "probe": {"weights": weights, "biases": [0.5, -1.0, 0.0]}}
+    (folder / "policy.json").write_text(json.dumps({**whole, **probe}, indent=2))
 
 
-def is_a_policy(found: tuple[str, float], _: object) -> bool:
-    return found[0] in RULES and found[1] == found[1]
+def policy(folder: Path) -> Halting:
+    return parse_halting(str(folder / "policy.json"))
+
+
+def is_a_policy(found: Halting, _: object) -> bool:
+    """A known rule and a number; a probe has a finite weight for every channel of every loop but the last."""
+    rule = found.rule
+    if isinstance(rule, Probe):
+        rows = [*rule.weights_KD, rule.biases_K]
+        whole = len(rule.weights_KD) == len(rule.biases_K) == (found.num_loops or 0) - 1
+        whole &= all(len(row) == found.width for row in rule.weights_KD)
+        whole &= all(math.isfinite(each) for row in rows for each in row)
+    else:
+        whole = rule.name in RULES
+    return whole and found.threshold == found.threshold and found.fill in FILLS
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -440,15 +487,16 @@ def _readers() -> Iterable[Reader]:
         yield Reader("resume, forged", f"run/{STEP}/{file}", make_run, resume, same_form, correct_sums)
     for file in (f"{STEP}/state.json", shard_of()):
         yield Reader("resume of shards, forged", f"run/{file}", make_sharded, resume, same_form, correct_sums)
-    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "eval.json", "audit.json", "row.json"):
+    results = ("eval.json", "audit.json", "halting.json")
+    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "row.json", *results):
         yield Reader("page", f"run/{file}", make_run, page, is_a_page)
     yield Reader("metrics", "run/metrics.jsonl", make_run, metrics, metrics_kept)
-    for file in ("metrics.jsonl", "row.json", "eval.json", "audit.json", "log.txt"):
+    for file in ("metrics.jsonl", "row.json", "log.txt", *results):
         yield Reader("ledger", f"run/{file}", make_run, ledger, a_state)
     yield Reader("data of a run", "run/manifest.json", make_run, data_record, anything)
     for file in ("grid.json", "claims.json"):
         yield Reader("page of a grid", f"grid/{file}", make_grid, grid_page, is_a_page)
-    for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "eval", "audit", "manifest"))):
+    for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "eval", "audit", "halting", "manifest"))):
         yield Reader("claims and tables", f"grid/{file}", make_grid, results, tables_of_text)
     yield Reader("claims and tables", f"grid/rows/{ROW}/config.yaml", make_grid, results, tables_of_text)
     yield Reader("page of an atlas", "atlas/atlas.json", make_atlas, atlas_page, is_a_page)
@@ -458,7 +506,9 @@ def _readers() -> Iterable[Reader]:
     for file in ("manifest.json", "tokens-00000.bin", "token-bytes.bin", "byte-exceptions.bin"):
         yield Reader("packed tokens", f"cache/tokens/packed/{file}", make_tokens, tokens, equal)
     yield Reader("memory", "memory.json", make_memory, memory, lambda found, whole: found == 0)
+    yield Reader("checks of Ouro", "ouro.json", make_ouro_record, ouro_record, a_verdict)
     yield Reader("halting policy", "policy.json", make_policy, policy, is_a_policy)
+    yield Reader("halting policy with a probe", "policy.json", make_probe_policy, policy, is_a_policy)
     for file in ("config.json", "model.safetensors"):
         yield Reader("Hugging Face folder", f"hf/{file}", make_ouro, open_hf, anything)
     yield Reader("Hugging Face folder", "hf/tokenizer.json", make_ouro, open_hf, equal)

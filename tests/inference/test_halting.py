@@ -9,7 +9,17 @@ import torch
 
 import loopscope as ls
 from loopscope.errors import ConfigError, UnsupportedError
-from loopscope.inference.halting import RULES, Halting, HaltingRunner, Probe, halt_on_text, rule_of
+from loopscope.inference.halting import (
+    FILLS,
+    RULES,
+    Halting,
+    HaltingRunner,
+    Probe,
+    halt_on_text,
+    parse_halting,
+    rule_of,
+)
+from loopscope.inference.probes import fit_probe, logistic
 
 DESIGNS = {
     "paper": {},
@@ -22,6 +32,15 @@ DESIGNS = {
         "positions": "rope",
     },
     "parcae-like": {"injection": "diagonal", "state_init": "zeros", "prelude_layers": 1, "readout": "raw"},
+    "everything that makes keys and values": {
+        "positions": "rope",
+        "qk_norm": True,
+        "qk_bias": True,
+        "attention_gate": True,
+        "value_embeddings": True,
+        "loop_embedding": True,
+        "num_kv_heads": 2,
+    },
 }
 
 
@@ -53,8 +72,9 @@ def probe(model):
     return Probe(weights, [0.0, 0.1, 0.2])
 
 
+@pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", [*RULES, "probe"])
-def test_one_pass_over_known_text_equals_decoding_it_token_by_token(tiny, ids_BT, name):
+def test_one_pass_over_known_text_equals_decoding_it_token_by_token(tiny, ids_BT, name, fill):
     model = built(tiny)
     rule = probe(model) if name == "probe" else rule_of(name)
     if name == "fixed":
@@ -63,7 +83,7 @@ def test_one_pass_over_known_text_equals_decoding_it_token_by_token(tiny, ids_BT
         threshold = 0.05
     else:
         threshold = median_threshold(model, ids_BT, rule)
-    halting, prompt = Halting(rule, threshold), 3
+    halting, prompt = Halting(rule, threshold, fill), 3
     halted = halt_on_text(model, ids_BT, targets_of(ids_BT), halting, num_loops=4, prompt=prompt)
     runner = HaltingRunner(model, 4, halting)
     rows = range(len(ids_BT))
@@ -77,10 +97,11 @@ def test_one_pass_over_known_text_equals_decoding_it_token_by_token(tiny, ids_BT
         assert len(halted.exits_BT[:, prompt:].unique()) > 1, "otherwise nothing was decided"
 
 
+@pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("design", DESIGNS)
-def test_the_same_in_every_design(tiny, ids_BT, design):
+def test_the_same_in_every_design(tiny, ids_BT, design, fill):
     model = built(tiny, design)
-    halting = Halting(rule_of("margin"), median_threshold(model, ids_BT, rule_of("margin")))
+    halting = Halting(rule_of("margin"), median_threshold(model, ids_BT, rule_of("margin")), fill)
     halted = halt_on_text(model, ids_BT, targets_of(ids_BT), halting, num_loops=4)
     runner = HaltingRunner(model, 4, halting, halt_prompts=True)
     runner.prefill([row[:1].tolist() for row in ids_BT])
@@ -160,3 +181,135 @@ def test_a_rule_of_another_name_is_refused_with_a_suggestion():
 def test_a_gate_is_asked_for_by_name(tiny, ids_BT):
     with pytest.raises(UnsupportedError, match="an exit gate"):
         halt_on_text(built(tiny, "paper"), ids_BT, ids_BT, Halting(rule_of("gate"), 0.5), num_loops=4)
+
+
+class Kept:
+    """A cache that remembers what it is given and shows nothing of it."""
+
+    def __init__(self):
+        self.given = {}
+
+    def positions(self, tokens):
+        return torch.arange(tokens)[None]
+
+    def mask(self, tokens):
+        return None
+
+    def extend(self, slot, k_BHTC, v_BHTC):
+        self.given[slot] = k_BHTC, v_BHTC
+        return k_BHTC, v_BHTC
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_projected_state_shows_what_the_first_layer_of_a_loop_on_it_would_show(tiny, ids_BT, design):
+    """The first layer reads the state itself, and so must give the same; with a single layer there is no other."""
+    model = ls.build(replace(tiny, num_loops=4, num_layers=1, **DESIGNS[design]), seed=3).double().eval()
+    state = ls.run_loops(model, ids_BT, num_loops=2).states[2]
+    ran, projected = Kept(), Kept()
+    for k in (3, 4):
+        model.loop(state, k, ran)
+    model.project(state, (3, 4), projected)
+    assert projected.given.keys() == ran.given.keys()
+    for slot, expected in ran.given.items():
+        torch.testing.assert_close(projected.given[slot], expected)
+
+
+def test_the_fills_differ_and_only_beyond_the_exit(tiny, ids_BT):
+    """Tokens that all leave at loop 2 never look at deeper slots; of a rule that keeps some running, they do."""
+    model = built(tiny)
+    together = [
+        halt_on_text(model, ids_BT, ids_BT, Halting(rule_of("fixed"), 2.0, fill), num_loops=4) for fill in FILLS
+    ]
+    torch.testing.assert_close(together[0].ce_BT, together[1].ce_BT, atol=0, rtol=0)
+    threshold = median_threshold(model, ids_BT, rule_of("margin"))
+    apart = [
+        halt_on_text(model, ids_BT, ids_BT, Halting(rule_of("margin"), threshold, fill), num_loops=4) for fill in FILLS
+    ]
+    assert not torch.equal(apart[0].ce_BT, apart[1].ce_BT)
+
+
+def test_a_fill_that_a_model_cannot_give_is_refused_by_name(tiny, ids_BT):
+    class OnlyCached(torch.nn.Module, ls.Cached):
+        """The same model, without its key and value maps."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def embed(self, ids_BT, cache=None):
+            return self.inner.embed(ids_BT, cache)
+
+        def loop(self, state, k, cache=None):
+            return self.inner.loop(state, k, cache)
+
+        def readout(self, state, k, cache=None):
+            return self.inner.readout(state, k, cache)
+
+    model, halting = OnlyCached(built(tiny)), Halting(rule_of("margin"), 0.1, "project")
+    with pytest.raises(UnsupportedError, match="ProjectedKeys"):
+        halt_on_text(model, ids_BT, ids_BT, halting, num_loops=4)
+    with pytest.raises(UnsupportedError, match="ProjectedKeys"):
+        halting.check_fits(model, 4)
+
+
+def test_a_policy_of_another_model_is_refused_with_what_differs(tiny):
+    model = built(tiny)
+    rule, width = rule_of("margin"), model.config.width
+    Halting(rule, 1.0, num_loops=4, width=width).check_fits(model, 4)
+    with pytest.raises(ConfigError, match="calibrated at 8 loops, and 4 are asked for"):
+        Halting(rule, 1.0, num_loops=8, width=width).check_fits(model, 4)
+    with pytest.raises(ConfigError, match=f"width 12345, and those of this model have {width}"):
+        Halting(rule, 1.0, num_loops=4, width=12345).check_fits(model, 4)
+
+
+def test_a_probe_has_to_be_fitted_and_says_by_which_command():
+    with pytest.raises(ConfigError, match="calibrate TARGET --rule probe"):
+        parse_halting("probe:0.5")
+
+
+# --- the probe -------------------------------------------------------------------------------------------------------
+
+
+def test_logistic_regression_finds_the_minimum_and_nothing_beside_it_is_lower():
+    generator = torch.Generator().manual_seed(0)
+    x_ND = torch.randn(400, 5, generator=generator, dtype=torch.float64)
+    y_N = (x_ND @ torch.tensor([2.0, -1, 0, 0.5, 0], dtype=torch.float64) + 0.3 > 0).double()
+    w_D, c = logistic(x_ND, y_N, ridge=1e-2)
+    z_N = x_ND @ w_D + c
+    residual_N = z_N.sigmoid() - y_N
+    gradient = torch.cat([x_ND.T @ residual_N / 400 + 1e-2 * w_D, (residual_N.mean() + 1e-2 * c)[None]])
+    assert gradient.abs().max() < 1e-8
+    assert ((z_N > 0) == (y_N > 0)).double().mean() > 0.97
+
+
+def test_a_probe_of_tokens_that_are_all_alike_stays_finite():
+    x_ND = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    w_D, c = logistic(x_ND, torch.ones(50))
+    assert w_D.isfinite().all() and 0 < c < 100
+
+
+class SettlesByFirstChannel(torch.nn.Module, ls.Cached):
+    """Its prediction changes with every loop unless the first channel says that it is settled."""
+
+    num_loops = 3
+
+    def embed(self, ids_BT, cache=None):
+        h_BTD = torch.nn.functional.one_hot(ids_BT, 8).float()
+        settled_BT = ids_BT % 2 == 0
+        return ls.LoopState(torch.cat([torch.where(settled_BT, 1.0, -1.0)[..., None], h_BTD], -1))
+
+    def loop(self, state, k, cache=None):
+        moving_BT1 = state.h_BTD[..., :1] < 0
+        turned = torch.cat([state.h_BTD[..., :1], state.h_BTD[..., 1:].roll(1, -1)], -1)
+        return state.with_h(torch.where(moving_BT1, turned, state.h_BTD))
+
+    def readout(self, state, k, cache=None):
+        return 5 * state.h_BTD[..., 1:]
+
+
+def test_a_probe_learns_which_tokens_have_settled(ids_BT):
+    model, ids_BT = SettlesByFirstChannel(), ids_BT % 8
+    fitted = fit_probe(model, [(ids_BT, ids_BT)], 3, 0.01)
+    halted = halt_on_text(model, ids_BT, ids_BT, Halting(fitted, 0.0), num_loops=3)
+    assert torch.equal(halted.exits_BT == 1, ids_BT % 2 == 0)
+    assert set(halted.exits_BT.flatten().tolist()) == {1, 3}

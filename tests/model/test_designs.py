@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_plan import RealStep, counted_flops
 
 import loopscope as ls
 from loopscope.auditing.survey import AuditOptions
@@ -24,7 +25,9 @@ from loopscope.objectives.terms import terms_of
 from loopscope.protocol import Scheduled, run_loops
 from loopscope.targets import of_config
 from loopscope.training.checkpoint import load_model_tensors, model_tensors
+from loopscope.training.flops import flops_per_token
 from loopscope.training.optimizers import Optimizers
+from loopscope.training.plan import plan_memory
 
 pytestmark = pytest.mark.usefixtures("flushed_denormals")
 VOCABULARY, LENGTH, STEPS = 16, 16, 16
@@ -98,6 +101,21 @@ def test_every_design_can_be_audited(name):
     result = ls.audit(model, [ids_BT], supervised=objective, terms=terms_of(objective), options=options)
     assert result.verdict in ("blind-spot", "controlled"), result.summary
     assert result.model.supervised == sorted(result.model.supervised)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_every_design_is_planned_as_a_real_step_is(name):
+    """Bytes that autograd saves, and products, against hooks and torch's counter on a step that is really run."""
+    model, training = replace(BASE.model, num_layers=2, vocab_size=40), replace(BASE.training, batch=2)
+    config = DESIGNS[name].apply(replace(BASE, model=model, training=training))
+    config = replace(config, objective=replace(config.objective, depth="fixed"))
+    step = RealStep(config)
+    step.forward()
+    memory, flops = plan_memory(config), flops_per_token(config)
+    assert memory.activations + memory.loss_gradients == pytest.approx(step.saved, rel=0.01)
+    products, attention = counted_flops(config)
+    assert flops.total - flops.attention == pytest.approx(products, rel=0.01)
+    assert flops.attention == pytest.approx(attention * (LENGTH + 1) / (2 * LENGTH), rel=0.01)
 
 
 @pytest.mark.parametrize("name", DESIGNS)

@@ -326,6 +326,9 @@ FIELD_CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "norm": ("layernorm", {}),
     "norm_eps": (0.01, {}),
     "norm_placement": ("sum", {}),
+    "recurrence": ("hyper", {}),
+    "num_experts": (4, {}),
+    "experts_per_token": (1, {"num_experts": 4}),
     "inter_loop_norm": ("rmsnorm", {}),
     "prelude_norm": ("rmsnorm", {}),
     "coda_norm": ("layernorm", {"coda_layers": 1}),
@@ -360,6 +363,9 @@ ELSEWHERE = {
     "alpha_mode": "test_alpha_mode_decides_which_exponents_are_learned",
     "reference_mode": "test_alpha_readout_uses_the_reference_scale_as_it_is_kept",
     "exit_gate": "test_gated_exits_weight_each_loop_by_its_exit_probability",
+    "balance_loss": "test_the_losses_of_a_mixture_weigh_balance_and_logits_of_its_router",
+    "router_z_loss": "test_the_losses_of_a_mixture_weigh_balance_and_logits_of_its_router",
+    "ponder_cost": "test_act_charges_for_loops_and_remainders",
     "init": "test_scaled_init_shrinks_by_depth_whatever_writes_into_the_stream",
 }  # fmt: skip
 

@@ -14,9 +14,9 @@ import loopscope as ls
 from loopscope.config import ModelConfig, config_to_yaml
 from loopscope.model.layers import NORM_PLACEMENTS, Layer, PreNorm, make_norm
 from loopscope.training import checkpoint
-from loopscope.training.activations import Kernels
+from loopscope.training.counting import Kernels, count_step
 from loopscope.training.optimizers import Optimizers
-from loopscope.training.plan import activation_bytes, largest_micro_batch, plan_memory
+from loopscope.training.plan import plan_memory
 
 SLOT = ("core", 0, 0)
 MLPS = ("swiglu", "gelu", "relu2")
@@ -252,9 +252,6 @@ class MadeUp(PreNorm):
         with torch.no_grad():
             branch.out.weight.mul_(0.1)
 
-    def saves(self, ledger, name, x):
-        ledger.norm(f"{name}.closing", f"{name}.branch")
-
 
 @pytest.fixture
 def made_up(monkeypatch):
@@ -277,9 +274,9 @@ def test_a_made_up_placement_is_planned_under_autocast_where_norms_lift_what_the
     config = configure()
     step = RealStep(config)
     step.forward(autocast=True)
-    kernels = Kernels(compute=2, mask=2, fused_rmsnorm=False, own_kernels=False)
-    saved, _ = activation_bytes(config, kernels, largest_micro_batch(config, 1), step.model)
-    assert saved + plan_memory(config).loss_gradients == pytest.approx(step.saved, rel=0.01)
+    kernels = Kernels(autocast=True, fused_rmsnorm=False, boolean_masks=False, hand_written=False)
+    counted = count_step(config, depth=3, sequences=2, kernels=kernels)
+    assert counted.saved + plan_memory(config).loss_gradients == pytest.approx(step.saved, rel=0.01)
 
 
 def test_a_made_up_placement_decides_how_its_branches_are_initialised(tiny, made_up, monkeypatch):

@@ -219,24 +219,27 @@ def test_taper_goes_from_rmsnorm_to_a_linear_map_and_declares_it():
     assert isinstance(readout, Taper)
     h_BTD = draw(0, 1, 3, WIDTH)
     torch.testing.assert_close(readout(h_BTD, 1), F.rms_norm(h_BTD, (WIDTH,), eps=BASE.norm_eps))
-    readout.taper_to(0.29)
+    readout.norm.taper_to(0.29)
     assert readout.hides(1) == {"scale"}
-    readout.taper_to(0.65)
-    assert readout.gate.item() == pytest.approx(0.5)
+    readout.norm.taper_to(0.65)
+    assert readout.norm.gate.item() == pytest.approx(0.5)
     assert not readout.hides(1)
-    readout.taper_to(1.0)
+    readout.norm.taper_to(1.0)
     torch.testing.assert_close(readout(5 * h_BTD, 1), 5 * readout(h_BTD, 1))
 
 
 @pytest.mark.parametrize("gate", [1.0, 0.4, 0.0])
 @pytest.mark.parametrize("k", [1, LOOPS + 1])
 def test_taper_mixes_the_normed_and_the_linear_map_by_its_gate(gate, k):
-    """gain·(g·h/s + (1 − g)·h/c)."""
+    """g·γ∘h/s + (1 − g)·c·γ₂∘h."""
     readout, h_BTD = readout_of("taper 1"), 3 * draw(0, 1, 3, WIDTH)
     assert isinstance(readout, Taper)
-    readout.gate.fill_(gate)
-    readout.mean_scale.mean.fill_(2.5)
-    expected = readout.gain * (gate * h_BTD / scale_of(h_BTD) + (1 - gate) * h_BTD / 2.5)
+    with torch.no_grad():
+        readout.norm.gate.fill_(gate)
+        readout.norm.moments.copy_(torch.tensor([5.0, 2.0]))
+        readout.norm.linear_weight.copy_(draw(1, WIDTH))
+    gains = (readout.norm.weight, readout.norm.linear_weight)
+    expected = gate * gains[0] * h_BTD / scale_of(h_BTD) + (1 - gate) * 2.5 * gains[1] * h_BTD
     torch.testing.assert_close(readout(h_BTD, k), expected, rtol=1e-6, atol=0)
 
 
@@ -244,19 +247,25 @@ def test_taper_leaves_from_the_gate_it_was_given():
     readout = readout_of("taper 0.5")
     assert isinstance(readout, Taper)
     for progress, gate in ((0.0, 0.5), (0.3, 0.5), (0.65, 0.25), (1.0, 0.0)):
-        readout.taper_to(progress)
-        assert readout.gate.item() == pytest.approx(gate)
+        readout.norm.taper_to(progress)
+        assert readout.norm.gate.item() == pytest.approx(gate)
 
 
 def test_taper_calibrates_its_constant_on_training_batches_and_only_while_the_gate_is_closed():
+    """c = E[‖γ∘h‖²/s] / E[‖γ∘h‖²]: the map that fits the norm best in least squares."""
     readout, h_BTD = readout_of("taper 1").train(), 100 * draw(0, 1, 3, WIDTH)
     assert isinstance(readout, Taper)
-    readout(h_BTD, 1)
-    calibrated = readout.mean_scale.mean.item()
-    assert calibrated == pytest.approx(1 + 0.01 * (scale_of(h_BTD).mean().item() - 1))
-    readout.taper_to(0.5)
-    readout(h_BTD, 1)
-    assert readout.mean_scale.mean.item() == calibrated
+    with torch.no_grad():
+        readout.norm.weight.copy_(draw(1, WIDTH))
+    normed_BTD = readout(h_BTD, 1).detach()
+    gained_BTD = readout.norm.weight.detach() * h_BTD
+    best = torch.linalg.lstsq(gained_BTD.reshape(-1, 1), normed_BTD.reshape(-1, 1)).solution.item()
+    assert readout.norm.constant.item() == pytest.approx(best, rel=1e-5)
+    readout.norm.taper_to(0.3)
+    assert torch.equal(readout.norm.linear_weight, readout.norm.weight), "γ₂ starts from γ"
+    readout.norm.taper_to(0.5)
+    readout(3 * h_BTD, 1)
+    assert readout.norm.constant.item() == pytest.approx(best, rel=1e-5)
 
 
 def test_final_only_norms_at_the_trained_depth_and_beyond_whatever_is_run():

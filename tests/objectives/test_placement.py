@@ -255,8 +255,12 @@ FIELD_CHANGES: dict[str, tuple[object, dict[str, object]]] = {
     "scale_anchor": (0.1, {}),
     "anchor_scale": (3.0, {"scale_anchor": 0.1}),
     "z_loss": (0.1, {}),
+    "exit_kl": (0.5, {"placement": "gated"}),
+    "exit_rate": (0.5, {"placement": "gated", "exit_kl": 0.5}),
+    "jacobian_penalty": (0.5, {}),
 }
-ELSEWHERE = {"depth"}  # test_fixed_depth_is_the_trained_one_and_uniform_covers_all_equally
+# test_fixed_depth_is_the_trained_one_and_uniform_covers_all_equally, and test_elt_draws_its_exit_from_where_it_is_told
+ELSEWHERE = {"depth", "distil_from"}
 
 
 @pytest.mark.parametrize("field", FIELD_CHANGES)

@@ -16,7 +16,17 @@ from loopscope.auditing.survey import AuditOptions
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError
 from loopscope.objectives import terms as module
-from loopscope.objectives.terms import ExitEntropy, NormPenalty, Pass, ScaleAnchor, Term, ZLoss, terms_of
+from loopscope.objectives.terms import (
+    ExitEntropy,
+    ExitPrior,
+    JacobianPenalty,
+    NormPenalty,
+    Pass,
+    ScaleAnchor,
+    Term,
+    ZLoss,
+    terms_of,
+)
 from loopscope.runs import RunFolder
 from loopscope.training.plan import plan_memory
 from loopscope.training.trainer import Trainer
@@ -65,9 +75,11 @@ SAMPLES: dict[type[Term], dict] = {
     ScaleAnchor: {"scale_anchor": 0.3, "anchor_scale": 2.0},
     ZLoss: {"z_loss": 0.3},
     ExitEntropy: {"placement": "gated", "exit_entropy": 0.3},
+    ExitPrior: {"placement": "gated", "exit_kl": 0.3, "exit_rate": 0.4},
+    JacobianPenalty: {"jacobian_penalty": 0.3},
 }
 """How a configuration turns each of them on."""
-BASES: dict[type[Term], dict] = {ExitEntropy: {"placement": "gated"}}
+BASES: dict[type[Term], dict] = {kind: {"placement": "gated"} for kind in (ExitEntropy, ExitPrior)}
 """What must be on besides."""
 
 
@@ -96,10 +108,21 @@ def log_sum_exp_squared(model, result) -> torch.Tensor:
     return torch.stack([one.logsumexp(-1).square().mean() for one in logits]).mean()
 
 
-def exit_entropy(model, result) -> torch.Tensor:
+def exit_probabilities(model, result) -> torch.Tensor:
     leave = torch.stack([model.exit_logits(model.features(result.trace.states[k], k)).sigmoid() for k in (1, 2, 3)])
-    p = torch.stack([leave[0], (1 - leave[0]) * leave[1], (1 - leave[0]) * (1 - leave[1])])
+    return torch.stack([leave[0], (1 - leave[0]) * leave[1], (1 - leave[0]) * (1 - leave[1])])
+
+
+def exit_entropy(model, result) -> torch.Tensor:
+    p = exit_probabilities(model, result)
     return -(p * p.log()).sum(0).mean()
+
+
+def exit_divergence(model, result) -> torch.Tensor:
+    """KL(p ‖ q) and not KL(q ‖ p); q = (0.4, 0.6·0.4, 0.6²): what remains is on the last loop."""
+    p = exit_probabilities(model, result)
+    q = torch.tensor([0.4, 0.24, 0.36]).double()[:, None, None]
+    return (p * (p / q).log()).sum(0).mean()
 
 
 BY_HAND = {
@@ -107,10 +130,11 @@ BY_HAND = {
     ScaleAnchor: lambda model, result: (result.trace.h_KBTD.square().mean(-1).sqrt() - 2.0).square().mean(),
     ZLoss: log_sum_exp_squared,
     ExitEntropy: lambda model, result: -exit_entropy(model, result),
+    ExitPrior: exit_divergence,
 }
 
 
-@pytest.mark.parametrize("kind", SAMPLES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", BY_HAND, ids=lambda kind: kind.__name__)
 def test_the_objective_adds_the_terms_value_and_nothing_else(kind, gated, ids_BT):
     targets_BT = ids_BT.roll(1, dims=1)
     off = ls.Objective(ObjectiveConfig(**BASES.get(kind, {})))(gated, ids_BT, targets_BT)
@@ -119,6 +143,23 @@ def test_the_objective_adds_the_terms_value_and_nothing_else(kind, gated, ids_BT
     torch.testing.assert_close(on.ce_K, off.ce_K)
     if not kind.inside_cross_entropy:
         torch.testing.assert_close(on.terms[sample(kind).name], 0.3 * BY_HAND[kind](gated, off).detach())
+
+
+def test_the_jacobian_penalty_shares_the_loss_with_cross_entropy(gated, ids_BT):
+    """(1 − λ)·CE + λ·‖J v‖², v of unit length in every sequence: J v by forward mode at the last state."""
+    targets_BT = ids_BT.roll(1, dims=1)
+    off = ls.Objective(ObjectiveConfig())(gated, ids_BT, targets_BT)
+    torch.manual_seed(3)
+    on = ls.Objective(ObjectiveConfig(jacobian_penalty=0.3))(gated, ids_BT, targets_BT)
+    state = off.trace.states[-1]
+    torch.manual_seed(3)
+    v_BTD = torch.randn_like(state.h_BTD)
+    v_BTD = v_BTD / v_BTD.flatten(1).norm(dim=1)[:, None, None]
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        _, image_BTD = torch.func.jvp(lambda h: gated.loop(state.with_h(h), 3).h_BTD, (state.h_BTD,), (v_BTD,))
+    expected = image_BTD.square().sum((1, 2)).mean()
+    torch.testing.assert_close(on.terms["jacobian_penalty"], 0.3 * expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(on.loss, 0.7 * off.loss + on.terms["jacobian_penalty"])
 
 
 @pytest.mark.parametrize("kind", SAMPLES, ids=lambda kind: kind.__name__)
@@ -136,7 +177,11 @@ def test_a_term_that_says_it_sees_the_scale_shows_it_and_no_other_does(kind):
 
 HOLD_SCALE = (ls.NormPenalty, ls.ScaleAnchor)
 """At the weights of these tests."""
-VERDICTS = {NormPenalty: "visible", ScaleAnchor: "visible", ZLoss: "blind", ExitEntropy: "blind"}
+VERDICTS = {
+    NormPenalty: "visible",
+    ScaleAnchor: "visible",
+    **dict.fromkeys((ZLoss, ExitEntropy, ExitPrior, JacobianPenalty), "blind"),
+}
 
 
 @pytest.mark.parametrize("kind", SAMPLES, ids=lambda kind: kind.__name__)
@@ -150,7 +195,7 @@ def test_the_audit_sees_the_scale_through_the_term_or_not_at_all(kind, gated, id
 @pytest.mark.parametrize("kind", SAMPLES, ids=lambda kind: kind.__name__)
 def test_only_terms_that_show_something_are_listed_as_observables(kind, gated, ids_BT):
     result = ls.audit(gated, [ids_BT], terms=[sample(kind)], options=QUICK)
-    assert result.model.observables == ([] if kind is ExitEntropy else [sample(kind).name])
+    assert result.model.observables == ([sample(kind).name] if kind in (*HOLD_SCALE, ZLoss) else [])
 
 
 def test_the_z_loss_shows_a_shift_of_all_logits_that_softmax_hides(tiny, ids_BT):
@@ -179,7 +224,7 @@ def test_the_plan_counts_what_a_real_step_saves_for_the_term(kind):
     state = 4 * 2 * 32 * 64  # bytes of one state
     assert planned == pytest.approx(saved, rel=0.01)
     assert planned[1] - planned[0] == pytest.approx(saved[1] - saved[0], abs=0.1 * state)
-    assert (planned[1] - planned[0] >= state) == kind.keeps_states
+    assert (planned[1] - planned[0] >= state) == (kind in (NormPenalty, ScaleAnchor, JacobianPenalty))
 
 
 # --- terms of the model itself ---------------------------------------------------------------------------------------

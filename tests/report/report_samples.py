@@ -12,6 +12,7 @@ from samples import (
     eval_row,
     sample_audit,
     sample_evaluation,
+    sample_halting,
     sample_loop,
     sample_manifest,
     train_row,
@@ -75,7 +76,7 @@ def write_run(
     recipe: str = "paper",
     steps: int = 200,
     done: int | None = None,
-    files: tuple[str, ...] = ("manifest.json", "eval.json", "audit.json"),
+    files: tuple[str, ...] = ("manifest.json", "eval.json", "audit.json", "halting.json"),
 ) -> Path:
     """A run folder as training leaves it; `done` steps of it, and only some of the files that come later."""
     shape, noise = SHAPES[condition], random.Random(f"{condition}{seed}")
@@ -90,6 +91,9 @@ def write_run(
         manifest=sample_manifest(command, seed) if "manifest.json" in files else None,
         evaluation=evaluation(shape, factor, steps) if "eval.json" in files else None,
         audit=audit(condition, shape, factor, steps) if "audit.json" in files else None,
+        halting=sample_halting(2.4, 3.0, step=steps, num_loops=K)
+        if "halting.json" in files and condition.startswith("per-loop")
+        else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -592,11 +593,11 @@ def test_what_was_fixed_and_what_varied_comes_from_the_resolved_configurations(r
 def test_every_chart_has_a_sentence_and_a_table_with_the_numbers_it_draws(reproduction_page):
     page = reproduction_page
     charts = [attributes for tag, attributes in Elements(page).found if "data-chart" in attributes]
-    assert len(charts) == 10
+    assert len(charts) == 11
     assert all(
         chart["role"] == "img" and "The numbers are in the table below" in str(chart["aria-label"]) for chart in charts
     )
-    assert page.count('class="look"') == 10 == page.count("The same as a table")
+    assert page.count('class="look"') == 11 == page.count("The same as a table")
     for name, chart in data_of(page)["charts"].items():
         section = page.split(f'data-chart="{name}"')[1].split("</figure>")[0]
         for trace in chart["traces"]:
@@ -647,6 +648,20 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(tmp_path):
     page = build_report([tmp_path]).html
     assert data_of(page)["charts"]["frontier"]["layout"]["yaxis"]["title"]["text"] == "bits per byte"
     assert "different tokenizers" in page
+
+
+def test_policies_that_were_evaluated_stand_beside_the_fixed_depths_of_their_run(tmp_path):
+    folder = tmp_path / "run"
+    write_run(folder)
+    splits = json.loads((folder / "eval.json").read_text())["splits"]
+    point = {"policy": "p.json", "rule": "margin", "threshold": 2.5, "fill": "copy", "mean_loops": 2.25, "ce": 4.0}
+    splits["valid"]["halting"] = [point]
+    edit(folder / "eval.json", splits=splits)
+    page = build_report([folder]).html
+    *_, mark = data_of(page)["charts"]["halting"]["traces"]
+    assert mark["x"] == [2.25] and mark["y"] == [pytest.approx(math.exp(4.0))] and "p.json" in str(mark)
+    depths = data_of(page)["charts"]["halting"]["traces"][0]
+    assert depths["y"] == data_of(page)["charts"]["frontier"]["traces"][0]["y"]
 
 
 def test_depths_that_were_timed_are_drawn_as_quality_against_the_speed_of_decoding(tmp_path):

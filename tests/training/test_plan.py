@@ -17,7 +17,8 @@ from loopscope.errors import ConfigError
 from loopscope.model.looped_lm import build
 from loopscope.objectives.placement import Objective
 from loopscope.presets import preset
-from loopscope.training import activations, flops, plan
+from loopscope.training import flops, plan
+from loopscope.training.counting import Kernels, count_step
 from loopscope.training.flops import flops_per_token
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.plan import plan_memory, plan_training
@@ -163,7 +164,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("model", "objective"), VARIANTS, ids=lambda fields: "-".join(map(str, fields.values())))
-def test_activations_of_every_design_are_predicted_from_shapes(model, objective):
+def test_activations_of_every_part_are_counted_without_numbers(model, objective):
     config = configure(model, objective)
     step = RealStep(config)
     step.forward()
@@ -189,10 +190,9 @@ def test_autocast_saves_layers_in_low_precision_and_a_copy_of_every_weight(model
     config = configure(model)
     step = RealStep(config)
     step.forward(autocast=True)
-    kernels = activations.Kernels(compute=2, mask=2, fused_rmsnorm=False, own_kernels=False)
-    batch = plan.largest_micro_batch(config, 1)
-    saved, _ = plan.activation_bytes(config, kernels, batch, step.model)
-    assert saved + plan_memory(config).loss_gradients == pytest.approx(step.saved, rel=0.01)
+    kernels = Kernels(autocast=True, fused_rmsnorm=False, boolean_masks=False, hand_written=False)
+    counted = count_step(config, depth=3, sequences=2, kernels=kernels)
+    assert counted.saved + plan_memory(config).loss_gradients == pytest.approx(step.saved, rel=0.01)
 
 
 def test_checkpointed_loops_cost_one_state_each_and_not_their_layers():
@@ -223,7 +223,8 @@ def test_sharding_divides_what_is_kept_and_adds_what_is_gathered():
 
 def test_accumulation_shrinks_activations_only():
     whole, split = (plan_memory(configure(training={"batch": 16, "accumulate": n})) for n in (1, 4))
-    assert split.activations * 4 == whole.activations
+    # All but the indices of the positions, which all rows share.
+    assert split.activations * 4 == pytest.approx(whole.activations, rel=1e-3)
     assert split.optimizer == whole.optimizer
 
 

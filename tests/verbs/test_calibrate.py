@@ -17,7 +17,8 @@ from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import ConfigError, UnsupportedError
 from loopscope.inference.halting import parse_halting
 from loopscope.targets import Opened
-from loopscope.verbs.calibration import BLOCK_UNITS, Unit, calibrate, dealt, to_policy
+from loopscope.verbs.calibration import calibrate, to_policy
+from loopscope.verbs.units import BLOCK_UNITS, Unit, dealt
 
 LOOPS = 8
 
@@ -67,6 +68,8 @@ def test_a_token_that_needs_s_steps_leaves_after_s_plus_one_loops():
     assert set(certificate.exits) == {2, 3, 4, 5, 6, 7}
     mean = sum((steps + 1) * count for steps, count in table.items()) / sum(table.values())
     assert certificate.mean_loops == pytest.approx(mean, abs=0.25)  # the test units are a part of all
+    assert len(certificate.unit_loops) == found.units["test"]
+    assert np.mean(certificate.unit_loops) == pytest.approx(certificate.mean_loops, abs=1e-2)
     assert found.saved_beyond_fixed(certificate) == pytest.approx(6 - certificate.mean_loops)
     assert certificate.verified == found.fixed.verified == 20
 
@@ -91,7 +94,7 @@ def test_the_verb_writes_a_policy_that_generate_takes(capsys, monkeypatch, tmp_p
     monkeypatch.setattr("loopscope.verbs.calibration.open_target", lambda word: opened())
     monkeypatch.setattr("loopscope.cli.calibrate.check_word", lambda word: None)
     out = tmp_path / "policy.json"
-    arguments = ["--data", "task:hops:6", "--rule", "kl", "--out", str(out), "--json"]
+    arguments = ["--data", "task:hops:6", "--rule", "kl", "--no-speed", "--out", str(out), "--json"]
     assert main(["calibrate", "by-hand", *arguments]) == 0
     printed = json.loads(capsys.readouterr().out)
     policy = json.loads(out.read_text())
@@ -116,13 +119,13 @@ def test_a_damaged_policy_is_refused_in_a_sentence(tmp_path, text):
 
 def test_a_block_goes_to_one_split_as_a_whole_and_nothing_is_lost():
     ids = torch.zeros(1, 4, dtype=torch.long)
-    units = [Unit(ids, ids, block=number // BLOCK_UNITS) for number in range(82)]
+    units = [Unit(ids, ids, article=number // BLOCK_UNITS) for number in range(82)]
     splits = dealt(units, seed=3)
-    homes = Counter(block for split in splits.values() for block in {unit.block for unit in split})
+    homes = Counter(block for split in splits.values() for block in {unit.article for unit in split})
     assert set(homes.values()) == {1}
     assert sum(map(len, splits.values())) == 82
     again = dealt(units, seed=3)
-    assert [unit.block for unit in again["test"]] == [unit.block for unit in splits["test"]]
+    assert [unit.article for unit in again["test"]] == [unit.article for unit in splits["test"]]
 
 
 def test_a_policy_that_never_leaves_is_null_in_its_file():

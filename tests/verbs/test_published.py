@@ -1,4 +1,4 @@
-"""Other people's checkpoints through every verb: an Ouro folder as our own design, an hrm_text folder as a target."""
+"""Other people's checkpoints through every verb: most as designs of ours, hrm_text as a target; and a retrofit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import OURO, ouro_tensors, save_folder, save_hrm
+from checkpoints import (
+    HUGINN,
+    OURO,
+    PAPER,
+    PARCAE,
+    huginn_tensors,
+    ouro_tensors,
+    paper_tensors,
+    parcae_tensors,
+    save_folder,
+    save_hrm,
+    save_llama,
+)
+from safetensors.torch import load_file
 
 import loopscope as ls
-from loopscope.adapters.foreign import Weights
 from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.config import ModelConfig, TargetConfig, load_config
@@ -40,9 +52,113 @@ def hrm(tmp_path) -> Path:
     return folder
 
 
-@pytest.fixture(params=["ouro", "hrm"])
-def folder(request) -> Path:
-    return request.getfixturevalue(request.param)
+FAMILIES = {
+    "huginn": (HUGINN, huginn_tensors),
+    "parcae": (PARCAE, parcae_tensors),
+    "paper": (PAPER, paper_tensors),
+    "ouro": (OURO, ouro_tensors),
+}
+LOOPED = ",loop-layers=1..2,num-loops=3,adapter"
+
+
+@pytest.fixture(params=[*FAMILIES, "hrm", "retrofit"])
+def folder(request, tmp_path) -> Path:
+    """A word for a small random model of every family, with a tokenizer."""
+    if request.param == "hrm":
+        return request.getfixturevalue("hrm")
+    place = tmp_path / f"their-{request.param}"
+    if request.param == "retrofit":
+        save_llama(place)
+    else:
+        config, tensors = FAMILIES[request.param]
+        save_folder(place, config, tensors(config))
+    (place / "tokenizer.json").write_text(bytes_tokenizer().definition)
+    return Path(f"{place}{LOOPED}") if request.param == "retrofit" else place
+
+
+def files_of(word: Path) -> dict[str, bytes]:
+    place = Path(str(word).removesuffix(LOOPED))
+    return {file.name: file.read_bytes() for file in place.iterdir()}
+
+
+def test_every_family_decodes_as_it_is_run_at_once(folder, capsys):
+    assert main(["check", str(folder), "--json"]) == 0
+    checks = {each["name"]: each["status"] for each in json.loads(capsys.readouterr().out)["checks"]}
+    assert "found" not in checks.values() and list(checks.values()).count("passed") >= 6, checks
+
+
+def test_every_family_writes_text_and_halts(folder, capsys):
+    word = str(folder)
+    assert main(["generate", word, "a river", "--max-tokens", "6", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)["results"][0]
+    assert main(["generate", word, "a river", "--max-tokens", "6", "--json", "--halting", "margin:0"]) == 0
+    halted = json.loads(capsys.readouterr().out)["results"][0]
+    assert [token["loops"] for token in plain["tokens"]] == [ls.open(folder).model.num_loops] * len(plain["tokens"])
+    assert {token["loops"] for token in halted["tokens"][1:]} == {1}  # the prompt runs at full depth
+
+
+def test_every_family_is_audited(folder, capsys):
+    """Random weights may well be undecided; what is audited is the objective that the family is trained with."""
+    quick = ["--states", "1", "--prefix", "6", "--tokens", "48", "--loops", "5", "--json"]
+    assert main(["audit", str(folder), *quick]) in (0, 1)
+    result = json.loads(capsys.readouterr().out)
+    opened = ls.open(folder)
+    loops = opened.model.num_loops
+    expected = [loops] if opened.objective.placement == "terminal" else list(range(1, loops + 1))
+    assert result["model"]["supervised"] == expected and result["model"]["num_loops"] == loops
+    assert set(opened.notes) <= set(result["checks"]["notes"])
+
+
+def test_the_gate_of_ouro_halts_where_its_probabilities_add_up(ouro, capsys):
+    """λ_k = σ(gate(h_k)); a token leaves at the first loop whose cumulative probability reaches the threshold."""
+    assert main(["generate", str(ouro), "a river", "--max-tokens", "6", "--json", "--halting", "gate:0.5"]) == 0
+    tokens = json.loads(capsys.readouterr().out)["results"][0]["tokens"]
+    opened = ls.open(ouro)
+    ids = [*opened.tokenizer.encode("a river"), tokens[0]["id"]]  # the prompt itself runs at full depth
+    model = opened.model
+    with torch.no_grad():
+        trace = ls.run_loops(model, torch.tensor([ids]))
+        stay, left = 1.0, model.num_loops
+        for k in range(1, model.num_loops + 1):
+            logit = model.exit_logits(model.features(trace.states[k], k))[0, -1]
+            stay *= 1 - float(logit.sigmoid())
+            if 1 - stay >= 0.5:
+                left = k
+                break
+    assert tokens[1]["loops"] == left < model.num_loops
+
+
+@pytest.mark.parametrize("rule", ["margin", "gate"])
+def test_a_policy_is_calibrated_on_a_folder(ouro, text, tmp_path, capsys, rule):
+    text.write_text("a text about rivers and stones and what lies between them. " * 400)
+    flags = ["--rule", rule, "--max-ppl-increase", "5", "--data", str(text), "--max-units", "24", "--json"]
+    assert main(["calibrate", str(ouro), *flags, "-o", str(tmp_path / "policy.json")]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert [each["rule"] for each in found["certificates"]] == [rule]
+
+
+def test_weights_are_evaluated_in_the_dtype_they_are_stored_in(folder, text, capsys):
+    flags = ["eval", str(folder), "--data", str(text), "--max-tokens", "200", "--json"]
+    scores = {}
+    for dtype in ("float32", "bfloat16", "own"):
+        assert main([*flags, "--dtype", dtype]) == 0
+        scores[dtype] = [row["ce"] for row in json.loads(capsys.readouterr().out)["depths"]]
+    assert scores["own"] == scores["float32"] != scores["bfloat16"]
+    assert scores["bfloat16"] == pytest.approx(scores["float32"], rel=0.1)
+
+
+def test_a_run_of_the_same_design_starts_from_a_folder(text, tmp_path, capsys):
+    """`--init-from` into a configuration that is written out: every tensor is carried over."""
+    for name, (config, tensors) in FAMILIES.items():
+        folder = save_folder(tmp_path / name, config, tensors(config))
+        (folder / "tokenizer.json").write_text(bytes_tokenizer().definition)
+        opened = ls.open(folder)
+        settings = replace(ls.preset("demo").training, steps=1, batch=4, eval_tokens=200, eval_every=1, save_every=1)
+        data = replace(ls.preset("demo").data, data=(str(text),), sequence_length=16)
+        made = ls.Config(model=opened.model.config, objective=opened.objective, data=data, training=settings)
+        said: list[str] = []
+        ls.train(made, tmp_path / f"run-{name}", init_from=folder, say=said.append)
+        assert f"weights from {folder}" in said, said  # and no line about a tensor that is left over
 
 
 def test_eval_scores_the_text_at_every_depth_with_the_folders_own_tokenizer(folder, text, capsys):
@@ -110,9 +226,9 @@ def test_a_run_from_a_folder_is_resumed_without_reading_its_weights_again(hrm, t
 
 
 def test_the_penalty_fine_tunes_a_folder_and_leaves_it_as_it_was(folder, text, tmp_path):
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = files_of(folder)
     result = ls.remedy(folder, steps=2, data=[str(text)], options=QUICK, out=tmp_path / "fixed")
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert files_of(folder) == before
     assert result.before.scores.tokens == result.after.scores.tokens
     assert result.after.scores.depths[-1].ce < result.before.scores.depths[-1].ce + 0.1
     fixed = ls.open(tmp_path / "fixed")
@@ -146,7 +262,7 @@ def test_a_change_of_design_that_does_not_fit_is_one_sentence(request, text, tmp
 def test_gated_exits_fine_tune_the_gate_of_ouro_and_are_refused_for_hrm_text(ouro, hrm, text, tmp_path, capsys):
     flags = [*FLAGS, "--objective", "gated", "--exit-entropy", "0.1", "--data", str(text)]
     assert main(["train", str(ouro), *flags, "--out", str(tmp_path / "gated")]) == 0
-    before = Weights(ouro).read("model.early_exit_gate.weight", torch.float32)
+    before = load_file(ouro / "model.safetensors")["model.early_exit_gate.weight"]
     assert not torch.equal(ls.open(tmp_path / "gated").model.exit_gate.weight, before)
     capsys.readouterr()
     assert main(["train", str(hrm), *flags, "--out", str(tmp_path / "refused")]) == 2

@@ -1,52 +1,91 @@
 """Somebody else's checkpoint on this machine: the fields of its config.json and its tensors, read with suspicion.
 
 Nothing is executed, unpickled or downloaded. A field that is missing is not guessed, since the defaults of the class
-that wrote it may differ; a tensor too many is as wrong as one too few.
+that wrote it may differ; a tensor too many is as wrong as one too few. A family's adapter makes an empty model and a
+`Layout`; the same table fills the model from a folder and writes it back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from loopscope.config import ObjectiveConfig
+from loopscope.config import ModelConfig, ObjectiveConfig
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import open_file, read_text
 from loopscope.protocol import LoopedModel
+from loopscope.words import PICKLED
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 MOST_CONFIG_BYTES = 64 << 20
 """Largest config.json or index that is read; the index of a model of 600 billion parameters has 9 MB."""
+MOST_NAMED = 8
+"""Tensors of each kind that a diff names; the names of a wrong prefix would fill a page."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Floating-point kinds that weights may be opened in."""
+OWN_DTYPE = "own"
+"""The dtype that a folder's weights are stored in."""
+_STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Names of safetensors for kinds of numbers that are weights as they stand."""
+
 Shape = tuple[int, ...]
 Layout = dict[str, dict[str, Shape]]
-"""Our tensor → their tensors, with shapes, whose rows stacked in this order make it."""
+"""Our parameter or buffer → their tensors, with shapes, whose rows stacked in this order make it."""
 
 
 class FieldError(ConfigError):
     """A field of a config.json is missing or of the wrong kind; the message names file and field."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """A model of somebody else on the protocol, with what an audit wants to know of it."""
+    """A model of somebody else on the protocol, with what an audit wants to know of it.
 
-    model: LoopedModel
+    An adapter describes it; `fill` gives it its weights.
+    """
+
+    make: Callable[[], LoopedModel]
+    """Builds it empty, on the meta device: only once a folder is known to hold what it needs."""
     vocab_size: int
     max_length: int
     objective: ObjectiveConfig
     """How this kind of model is trained; no checkpoint says so itself."""
+    layout: Layout
+    """Where every tensor of its files goes."""
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    """Our parameters that their files do not have, and what they are: gains of 1, an adapter yet to be trained."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that a file may hold besides, each the copy of another: a tied head."""
+    unused: Collection[str] = ()
+    """Tensors that a file may hold besides and that the model does not read: tables of rotary angles."""
     notes: tuple[str, ...] = ()
     """What a reader of its audit should know."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a text."""
+    step: int | None = None
+    """Training steps behind the weights, where the folder says so."""
+
+    @cached_property
+    def model(self) -> LoopedModel:
+        """The model itself."""
+        return self.make()
+
+    @property
+    def network(self) -> nn.Module:
+        """The model as what holds its parameters."""
+        assert isinstance(self.model, nn.Module)
+        return self.model
 
 
 @dataclass(frozen=True)
@@ -98,7 +137,27 @@ class Fields:
             raise self.unsupported("rope_parameters", "only rope_type default is")
         return Fields(self.path, parameters).number("rope_theta")
 
-    def check_plain_transformer(self) -> None:
+    def only(self, **allowed: Any) -> None:
+        """Refuse a field that says another thing than the one that we have; one that is absent says nothing."""
+        for name, value in allowed.items():
+            if self.get(name) is not None and self.get(name) != value:
+                raise self.unsupported(name, f"only {json.dumps(value)} is")
+
+    def one_of(self, name: str, allowed: Collection[str]) -> str:
+        """A word, one of these."""
+        value = self._present(name)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.unsupported(name, f"only {', '.join(allowed)} are")
+        return value
+
+    def padded_vocab_size(self) -> int:
+        """Rows of an embedding that is padded to a multiple (the families that come of litgpt)."""
+        if self.get("padded_vocab_size") is not None:
+            return self.whole("padded_vocab_size")
+        multiple = 1 if self.get("padding_multiple") is None else self.whole("padding_multiple")
+        return -(-self.whole("vocab_size") // multiple) * multiple
+
+    def check_plain_transformer(self, *, own_head_width: bool = False) -> None:
         """Refuse what would change the layers into ones that we do not have, by the names that most families share."""
         if self.get("hidden_act") != "silu":
             raise self.unsupported("hidden_act", "only silu is")
@@ -109,12 +168,26 @@ class Fields:
             if self.get(name) is not None:
                 raise self.unsupported(name, "only null is")
         width, num_heads = self.whole("hidden_size"), self.whole("num_attention_heads")
+        if own_head_width and self.get("head_dim") is not None:
+            if self.whole("head_dim") % 2:
+                raise self.unsupported("head_dim", "rotary positions turn pairs of channels")
+            return
         if width % num_heads:
             raise self.unsupported("num_attention_heads", f"it does not divide hidden_size = {width}")
         if width // num_heads % 2:
             raise self.unsupported("num_attention_heads", f"it cuts hidden_size = {width} into odd heads")
         if self.get("head_dim") is not None and self.whole("head_dim") != width // num_heads:
             raise self.unsupported("head_dim", f"only hidden_size / num_attention_heads = {width // num_heads} is")
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Around what makes a configuration of the fields: a rule of ours that it breaks is told with the file."""
+        try:
+            yield
+        except FieldError:
+            raise
+        except ConfigError as error:
+            raise ConfigError(f"{self.path} describes no model that can be built: {error}") from error
 
     def unsupported(self, name: str, why: str) -> UnsupportedError:
         """The error for a value that may well be right, but that the adapter cannot express."""
@@ -127,41 +200,145 @@ class Fields:
 
 
 class Weights:
-    """The tensors of a folder, in one .safetensors file or in those that its index names; each read when asked for."""
+    """The tensors of a folder, in one .safetensors file or in those that its index names; each read when asked for.
+
+    Files are mapped, not read: a tensor that a model takes as it is stays a view of its file, and memory holds of it
+    what has been touched.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._home: dict[str, Any] = {}
+        self._opened: dict[Path, Any] = {}
+        self._home: dict[str, Path] = {}
         for path in _files(folder):
-            opened = _open(path)
-            for name in opened.keys():  # noqa: SIM118 (an opened file is no mapping)
+            self._opened[path] = _open(path)
+            for name in self._opened[path].keys():  # noqa: SIM118 (an opened file is no mapping)
                 if name in self._home:
                     raise RunError(f"{path} holds the tensor {name}, which another file of the folder holds too")
-                self._home[name] = opened
+                self._home[name] = path
 
-    def check(self, expected: Mapping[str, Shape]) -> None:
-        """Refuse a folder whose names and shapes are not exactly these; nothing but headers is read."""
-        self._refuse(expected.keys() - self._home.keys(), "lacks")
-        self._refuse(self._home.keys() - expected.keys(), "has, beyond what its config.json describes,")
-        for name, shape in expected.items():
-            found = tuple(self._home[name].get_slice(name).get_shape())
-            if found != shape:
-                raise RunError(f"{self.folder}: {name} has the shape {found}; config.json asks for {shape}")
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
 
-    def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor."""
+    def check(self, expected: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
+        """Refuse a folder whose names and shapes are not exactly these; nothing but headers is read.
+
+        All that does not fit is in the message, since one name says little about what went wrong with the others.
+        """
+        missing, beyond = expected.keys() - self._home.keys(), self._home.keys() - expected.keys() - set(optional)
+        found = {name: tuple(self._header(name).get_shape()) for name in expected.keys() & self._home.keys()}
+        reshaped = {name for name, shape in found.items() if shape != expected[name]}
+        if not (missing or beyond or reshaped):
+            return
+        lines = [f"{self.folder} does not hold the tensors that its config.json describes"]
+        lines += _listed("missing", ((name, f"{name} {expected[name]}") for name in missing))
+        lines += _listed("unexpected", ((name, name) for name in beyond))
+        lines += _listed("wrong shape", ((name, f"{name} is {found[name]}, not {expected[name]}") for name in reshaped))
+        raise RunError("\n  ".join(lines))
+
+    def dtype(self) -> torch.dtype:
+        """What most of the numbers are stored in."""
+        numbers: Counter[torch.dtype] = Counter()
+        for name in self._home:
+            numbers[self._stored(name)] += torch.Size(self._header(name).get_shape()).numel()
+        return max(numbers, key=lambda dtype: numbers[dtype])
+
+    def stacked(self, names: Mapping[str, Shape], dtype: torch.dtype) -> Tensor:
+        """Tensors of these names on top of each other; one alone that has the dtype stays a view of its file."""
+        name = next(iter(names))
+        if len(names) == 1 and self._stored(name) == dtype:
+            return self._tensor(self._opened[self._home[name]], name)
+        if len(names) == 1:
+            return self._tensor(_open(self._home[name]), name).to(dtype)
+        rows = sum(shape[0] for shape in names.values())
+        whole = torch.empty(rows, *next(iter(names.values()))[1:], dtype=dtype)
+        for name, part in zip(names, whole.split([shape[0] for shape in names.values()]), strict=True):
+            self._stored(name)
+            # A mapping of its own, which goes once it is copied: of what is in memory twice, there is never more.
+            part.copy_(self._tensor(_open(self._home[name]), name))
+        return whole
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors are the same."""
+        first, second = (self._tensor(_open(self._home[name]), name) for name in (one, other))
+        return torch.equal(first, second)
+
+    def _stored(self, name: str) -> torch.dtype:
+        kind = self._header(name).get_dtype()
+        if kind not in _STORED:
+            raise UnsupportedError(f"{self.folder}: {name} is of {kind}; quantised weights are not read")
+        return _STORED[kind]
+
+    def _header(self, name: str) -> Any:
+        return self._opened[self._home[name]].get_slice(name)
+
+    def _tensor(self, opened: Any, name: str) -> Tensor:
         try:
-            tensor = self._home[name].get_tensor(name)
+            return opened.get_tensor(name)
         except SafetensorError as error:
             raise RunError(f"{self.folder}: {name} cannot be read: {error}") from error
-        if not tensor.is_floating_point():
-            raise UnsupportedError(f"{self.folder}: {name} is of {tensor.dtype}; quantised weights are not read")
-        return tensor.to(dtype)
 
-    def _refuse(self, names: Set[str], what: str) -> None:
-        if names:
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise RunError(f"{self.folder} {what} the tensor {min(names)}{others}")
+
+def fill(foreign: Foreign, weights: Weights, dtype: torch.dtype | None = torch.float32) -> None:
+    """Give an empty model the folder's weights, which must fit exactly; None is the dtype they are stored in.
+
+    Parameters become the tensors themselves: the model is never initialised, and held once.
+    """
+    shapes = {name: shape for theirs in foreign.layout.values() for name, shape in theirs.items()}
+    weights.check(shapes | {copy: shapes[of] for copy, of in foreign.copies.items() if copy in weights}, foreign.unused)
+    dtype = dtype or weights.dtype()
+    for copy, of in foreign.copies.items():
+        if copy in weights and not weights.are_equal(copy, of):
+            raise RunError(
+                f"{weights.folder}: {copy} should be a copy of {of}, to which config.json ties it, and is not"
+            )
+    for ours in (*foreign.layout, *foreign.given):
+        home, _, leaf = ours.rpartition(".")
+        module, given = foreign.network.get_submodule(home), foreign.given.get(ours)
+        empty = getattr(module, leaf)
+        tensor = weights.stacked(foreign.layout[ours], dtype) if given is None else given.to(dtype, copy=True)
+        tensor = tensor.view(empty.shape)
+        is_learned = isinstance(empty, nn.Parameter)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=empty.requires_grad) if is_learned else tensor)
+    assert not any(tensor.is_meta for tensor in foreign.network.state_dict().values()), "the layout forgets a tensor"
+    foreign.network.eval()
+
+
+def tensors_of(network: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """The model's parameters under their names and in their shapes: what `fill` has read."""
+    tensors: dict[str, Tensor] = {}
+    for ours, theirs in layout.items():
+        home, _, leaf = ours.rpartition(".")
+        parameter = getattr(network.get_submodule(home), leaf).detach()
+        if len(theirs) == 1:
+            tensors |= {name: parameter.reshape(shape) for name, shape in theirs.items()}
+        else:
+            parts = parameter.split([shape[0] for shape in theirs.values()])
+            tensors |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
+    return tensors
+
+
+def attention_rows(config: ModelConfig, names: Iterable[str] = ("q", "k", "v")) -> dict[str, Shape]:
+    """Queries, keys and values as three matrices, in the order of our one."""
+    rows = (config.attention_width, config.kv_width, config.kv_width)
+    return {name: (count, config.width) for name, count in zip(names, rows, strict=True)}
+
+
+def randomly_deep(num_loops: int, backprop_loops: int) -> ObjectiveConfig:
+    """The last loop's cross-entropy at a random depth, back-propagated through the last loops."""
+    if num_loops == 1:
+        return ObjectiveConfig(placement="terminal")
+    return ObjectiveConfig(
+        placement="terminal", depth="poisson-lognormal", backprop_loops=min(backprop_loops, num_loops)
+    )
+
+
+def _listed(what: str, named: Iterable[tuple[str, str]]) -> list[str]:
+    texts = [text for _, text in sorted(named)]
+    if not texts:
+        return []
+    more = f", and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+    return [f"{what} ({len(texts)}): {', '.join(texts[:MOST_NAMED])}{more}"]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -190,8 +367,12 @@ def _files(folder: Path) -> list[Path]:
         return _indexed(index)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        pickles = any(path.suffix in (".bin", ".pt", ".pth", ".ckpt") for path in folder.iterdir())
-        why = "; pickled weights are never opened, save them as safetensors" if pickles else ""
+        pickles = any(path.suffix in PICKLED for path in folder.iterdir())
+        why = (
+            "; pickled weights are never opened, loopscope convert --from-pickle makes safetensors of them"
+            if pickles
+            else ""
+        )
         raise RunError(f"{folder} has no .safetensors file{why}")
     if len(files) > 1:
         raise RunError(f"{folder} has {len(files)} .safetensors files and no {INDEX_FILE} to say which belong together")

@@ -16,18 +16,20 @@ Shape legend: B batch, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, Weights
+from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout
 from loopscope.config import ModelConfig, ObjectiveConfig
-from loopscope.errors import ConfigError
 from loopscope.model.kernels import RMSNorm
 from loopscope.model.layers import Stack, rotation
 from loopscope.model.looped_lm import check_ids
 from loopscope.model.recurrence import between_loops
 from loopscope.protocol import Cache, LinearReadout, Loop, LoopState, MixedDepths
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,27 @@ class Design:
     """Low-level cycles of each high-level one that training back-propagates through, counted from its end."""
 
 
-def load(fields: Fields, weights: Weights, dtype: torch.dtype = torch.float32) -> Foreign:
-    """The model that config.json describes with the folder's weights; both must fit exactly."""
+def described(fields: Fields) -> Foreign:
+    """The model that config.json describes, without weights."""
     design = design_of(fields)
-    table = layout(design.model)
-    weights.check({name: shape for theirs in table.values() for name, shape in theirs.items()})
-    with torch.device("meta"):  # never initialised, and held once
-        model = HrmText(design)
-    gains = {name: torch.ones(gain.shape, dtype=dtype) for name, gain in model.state_dict().items() if "norm" in name}
-    tensors = {ours: weights.read(theirs, dtype) for ours, (theirs,) in table.items()}
-    model.load_state_dict(gains | tensors, assign=True)
-    config, objective = design.model, ObjectiveConfig(placement="terminal")
-    return Foreign(model.eval(), config.vocab_size, config.max_length, objective, (_note(design),))
+    branches = [f"{branch}_norms.norm.weight" for branch in ("attention", "feed_forward")]
+    layers = [f"{stack}.layers.{index}" for stack in ("low", "high") for index in range(design.model.num_layers)]
+    gains = ["norm.weight", *(f"{layer}.{branch}" for layer in layers for branch in branches)]
+    return Foreign(
+        make=partial(_empty, design),
+        vocab_size=design.model.vocab_size,
+        max_length=design.model.max_length,
+        objective=ObjectiveConfig(placement="terminal"),
+        layout=layout(design.model),
+        given=dict.fromkeys(gains, torch.ones(design.model.width)),
+        copies={"lm_head.weight": EMBEDDING} if design.model.tie_head else {},
+        notes=(_note(design),),
+    )
+
+
+def _empty(design: Design) -> HrmText:
+    with torch.device("meta"):
+        return HrmText(design)
 
 
 class HrmText(nn.Module, LinearReadout, MixedDepths):
@@ -110,7 +121,7 @@ def design_of(fields: Fields) -> Design:
         raise fields.unsupported("attention_dropout", "only 0 is")
     # Files tell the layers of a stack from those of all its runs since `num_hidden_layers` counts cache slots.
     layers = "num_hidden_layers" if fields.get("num_layers_per_stack") is None else "num_layers_per_stack"
-    try:
+    with fields.building():
         model = ModelConfig(
             vocab_size=fields.whole("vocab_size"),
             width=fields.whole("hidden_size"),
@@ -126,10 +137,6 @@ def design_of(fields: Fields) -> Design:
             norm_eps=fields.number("rms_norm_eps"),
             tie_head=fields.flag("tie_word_embeddings"),
         )
-    except FieldError:
-        raise
-    except ConfigError as error:
-        raise ConfigError(f"{fields.path} describes no model that can be built: {error}") from error
     if fields.get("embedding_scale") is None:  # so the published class reads it
         scale = 1 / fields.number("initializer_range")
     else:
@@ -141,7 +148,7 @@ def layout(config: ModelConfig) -> Layout:
     """Where every tensor of a checkpoint goes; files stack gate, q, k and v, and gate and up, as we do."""
     width, hidden = config.width, config.mlp_hidden
     table: Layout = {
-        "embedding.weight": {"model.embed_tokens.weight": (config.vocab_size, width)},
+        "embedding.weight": {EMBEDDING: (config.vocab_size, width)},
         "low_start": {"model.z_L_init": (width,)},
     }
     if not config.tie_head:

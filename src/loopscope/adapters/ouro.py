@@ -12,24 +12,30 @@ exit gate.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-import torch
-
-from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, Weights
+from loopscope.adapters.foreign import Fields, Foreign, Layout, attention_rows
 from loopscope.config import Config, ModelConfig
-from loopscope.errors import ConfigError
-from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.model.looped_lm import build
 from loopscope.presets import preset
 
 DESIGN = "ouro-1.4b"
 """The preset whose design all sizes share."""
+EMBEDDING = "model.embed_tokens.weight"
 
 
-def load(fields: Fields, weights: Weights, dtype: torch.dtype = torch.float32) -> Foreign:
-    """The model that config.json describes with the folder's weights; both must fit exactly."""
+def described(fields: Fields) -> Foreign:
+    """The model that config.json describes, without weights."""
     config = config_of(fields)
-    design = config.design("an adapter")
-    return Foreign(_filled(design, weights, dtype), design.vocab_size, design.max_length, config.objective)
+    model = config.design("an adapter")
+    return Foreign(
+        make=partial(build, model, device="meta"),
+        vocab_size=model.vocab_size,
+        max_length=model.max_length,
+        objective=config.objective,
+        layout=layout(model),
+        copies={"lm_head.weight": EMBEDDING} if model.tie_head else {},
+    )
 
 
 def config_of(fields: Fields) -> Config:
@@ -38,7 +44,7 @@ def config_of(fields: Fields) -> Config:
     if fields.whole("total_ut_steps") < 2:
         raise fields.unsupported("total_ut_steps", "a single loop carries nothing on")
     design = preset(DESIGN)
-    try:
+    with fields.building():
         model = replace(
             design.design("an adapter"),
             vocab_size=fields.whole("vocab_size"),
@@ -53,10 +59,6 @@ def config_of(fields: Fields) -> Config:
             norm_eps=fields.number("rms_norm_eps"),
             tie_head=fields.flag("tie_word_embeddings"),
         )
-    except FieldError:
-        raise
-    except ConfigError as error:
-        raise ConfigError(f"{fields.path} describes no model that can be built: {error}") from error
     return replace(design, model=model)
 
 
@@ -64,7 +66,7 @@ def layout(config: ModelConfig) -> Layout:
     """Where every tensor of a checkpoint goes."""
     width, vocab_size = config.width, config.vocab_size
     table: Layout = {
-        "embedding.weight": {"model.embed_tokens.weight": (vocab_size, width)},
+        "embedding.weight": {EMBEDDING: (vocab_size, width)},
         "readout_map.norm.weight": {"model.norm.weight": (width,)},
         "exit_gate.weight": {"model.early_exit_gate.weight": (1, width)},
         "exit_gate.bias": {"model.early_exit_gate.bias": (1,)},
@@ -81,32 +83,16 @@ def layout(config: ModelConfig) -> Layout:
 def _layer(config: ModelConfig) -> Layout:
     """One layer, all names without `.weight`."""
     width, hidden = config.width, config.mlp_hidden
-    keys = width // config.num_heads * config.kv_heads
     return {
         "attention_norms.norm": {"input_layernorm": (width,)},
-        "attention.qkv": {
-            "self_attn.q_proj": (width, width),
-            "self_attn.k_proj": (keys, width),
-            "self_attn.v_proj": (keys, width),
-        },
-        "attention.out": {"self_attn.o_proj": (width, width)},
+        "attention.qkv": attention_rows(config, [f"self_attn.{name}_proj" for name in "qkv"]),
+        "attention.out": {"self_attn.o_proj": (width, config.attention_width)},
         "attention_norms.branch_norm": {"input_layernorm_2": (width,)},
         "feed_forward_norms.norm": {"post_attention_layernorm": (width,)},
         "feed_forward.up": {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width)},
         "feed_forward.out": {"mlp.down_proj": (width, hidden)},
         "feed_forward_norms.branch_norm": {"post_attention_layernorm_2": (width,)},
     }
-
-
-def _filled(config: ModelConfig, weights: Weights, dtype: torch.dtype) -> LoopedLM:
-    """A model whose parameters are the stacked tensors themselves: it is never initialised, and held once."""
-    table = layout(config)
-    weights.check({name: shape for theirs in table.values() for name, shape in theirs.items()})
-    tensors = {ours: torch.cat([weights.read(name, dtype) for name in theirs]) for ours, theirs in table.items()}
-    tensors["recurrence.inter_loop_norm.weight"] = tensors["readout_map.norm.weight"]
-    model = build(config, device="meta")
-    model.load_state_dict(tensors, assign=True)
-    return model.eval()
 
 
 def _refuse_unsupported(fields: Fields) -> None:

@@ -224,7 +224,7 @@ class Objections:
             if of is not None and j >= k:
                 h_BTD = _moved(h_BTD, of, alpha)
             states.append(state.with_h(h_BTD))
-        return float(term.value(Pass(LoopTrace([states[0], *states]), torch.zeros(()))))
+        return float(term.value(Pass(LoopTrace([states[0], *states]))))
 
 
 def _moved(h_BTD: Tensor, of: Field, alpha: float) -> Tensor:

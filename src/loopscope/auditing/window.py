@@ -235,7 +235,7 @@ class Window:
             state = self._with(w_W[None], k)
             carried = {name: z[:, here : here + 1] if name in per_token else z for name, z in state.carried.items()}
             lone = replace(state, h_BTD=state.h_BTD[:, here : here + 1], carried=carried)
-            charged.append(term.value(Pass(LoopTrace([lone, lone]), torch.zeros(()))).double())
+            charged.append(term.value(Pass(LoopTrace([lone, lone]))).double())
         return torch.stack(charged)
 
     def rows_depend_on_one_another(self) -> bool:

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol, Union
+from typing import Any, ClassVar, Protocol
 
 import tyro
 
@@ -21,11 +21,14 @@ from loopscope.cli.atlas import Atlas
 from loopscope.cli.audit import Audit
 from loopscope.cli.calibrate import Calibrate
 from loopscope.cli.check import Check
+from loopscope.cli.completion import SHELLS, completion
 from loopscope.cli.configured import Configured
+from loopscope.cli.convert import Convert
 from loopscope.cli.env import Env
 from loopscope.cli.eval import Eval
 from loopscope.cli.flags import check_known, entry, help_text, sections_of
 from loopscope.cli.generate import Generate
+from loopscope.cli.ouro import ReproduceOuro, ReproduceOuroTrain
 from loopscope.cli.plan import Plan
 from loopscope.cli.quickstart import Quickstart
 from loopscope.cli.remedy import Remedy
@@ -47,12 +50,15 @@ examples:
   loopscope check runs/NAME              is cached = uncached, padded = alone, every depth?
   loopscope calibrate runs/NAME          leave loops out, with a bound on what that costs
   loopscope generate runs/NAME "The "    text, at any number of loops
+  loopscope convert runs/NAME out/       for Hugging Face's libraries, and back
   loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
   loopscope atlas                        every published design, audited: who hides what
   loopscope scaling runs/                what a further loop is worth, in parameters
   loopscope report runs/ -o report.html  one page about runs, to send to a colleague
   loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
   loopscope env                          versions, device, and every automatic choice
+
+loopscope --version; loopscope --completion bash|zsh|fish prints a script that completes commands and flags
 
 exit codes: 0 clean, 1 findings, 2 your mistake, 70 a bug of ours, 130 interrupted"""
 
@@ -77,6 +83,7 @@ VERBS: dict[str, type[Any]] = {
     "check": Check,
     "calibrate": Calibrate,
     "generate": Generate,
+    "convert": Convert,
     "plan": Plan,
     "reproduce": Reproduce,
     "atlas": Atlas,
@@ -84,6 +91,12 @@ VERBS: dict[str, type[Any]] = {
     "report": Report,
     "env": Env,
 }
+COMMANDS: dict[str, type[Any]] = {
+    **VERBS,
+    "reproduce ouro": ReproduceOuro,
+    "reproduce ouro-train": ReproduceOuroTrain,
+}
+"""The verbs, and commands of two words."""
 START_HERE = {
     "train": (
         *(
@@ -174,18 +187,26 @@ def parse(argv: Sequence[str]) -> Verb:
         return Shown(_top_help())
     if name == "--version":
         return Shown(f"loopscope {own_version()}")
-    if name.startswith("--tyro-"):  # shell completion, which tyro writes for all verbs at once
-        every: Any = Union[tuple(Annotated[verb, tyro.conf.subcommand(n)] for n, verb in VERBS.items())]  # noqa: UP007
-        return tyro.cli(every, prog="loopscope", args=list(argv), config=(tyro.conf.OmitArgPrefixes,))
+    if name == "--completion":
+        shell = arguments[0] if len(arguments) == 1 else ""
+        if shell not in SHELLS:
+            raise ConfigError.of("completion", " ".join(arguments), f"expected one of {', '.join(SHELLS)}")
+        return Shown(completion(shell, COMMANDS))
     if name not in VERBS:
         kind = "flag" if name.startswith("-") else "command"
-        known = ("--help", "--version") if kind == "flag" else VERBS
+        known = ("--help", "--version", "--completion") if kind == "flag" else VERBS
         raise ConfigError(f"unknown {kind} {name!r}; {suggest(name, known)}; see loopscope --help")
+    seconds = [command.split()[1] for command in COMMANDS if command.startswith(f"{name} ")]
+    if seconds and arguments and not arguments[0].startswith("-"):
+        second, *arguments = arguments
+        if second not in seconds:
+            raise ConfigError(f"unknown command 'loopscope {name} {second}'; {suggest(second, seconds)}")
+        name = f"{name} {second}"
     return _parse_verb(name, arguments)
 
 
 def _parse_verb(name: str, arguments: list[str]) -> Verb:
-    verb, command = VERBS[name], f"loopscope {name}"
+    verb, command = COMMANDS[name], f"loopscope {name}"
     for before, now in RENAMED.get(name, {}).items():
         if before in (argument.partition("=")[0] for argument in arguments):
             raise ConfigError(f"{before} is called {now} now; see {command} --help")

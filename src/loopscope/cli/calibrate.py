@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from loopscope.cli.terminal import print_json, print_tables, print_text, progress, say
+from loopscope.cli.terminal import bar, print_json, print_tables, print_text, progress, say
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from loopscope.words import check_word
@@ -18,7 +18,7 @@ from loopscope.words import check_word
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.verbs.calibration import Calibration
+    from loopscope.verbs.calibration import Calibration, Certificate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class Calibrate:
     """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
     file, or package.module:factory."""
     rule: tuple[str, ...] = ("margin",)
-    """Halting rules, or all: margin, max-probability, entropy, kl, state-difference, cosine, gate, certain. Several
-    share what may go wrong between them."""
+    """Halting rules, or all: margin, max-probability, entropy, kl, state-difference, cosine, gate, certain, probe.
+    Several share what may go wrong between them."""
     max_ppl_increase: float = 0.01
     """What leaving early may cost: 0.01 is 1 % of perplexity."""
     confidence: float = 0.95
@@ -39,12 +39,22 @@ class Calibrate:
     """Text to calibrate on instead of the target's validation split."""
     tokenizer: str | None = None
     """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    dtype: str | None = None
+    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
+    weights are opened in float32, and everything else as it is."""
     max_units: int = 400
-    """At most so many units of text (512 tokens each; of a task 8 instances)."""
+    """At most so many units of text, of as many articles as there are."""
+    unit_tokens: int = 512
+    """Tokens of a unit: whole windows of one article. Of a task a unit is 8 instances, answers only."""
+    fill: Literal["copy", "project"] = "copy"
+    """What a token that has left shows to later ones at deeper loops: copies of the keys and values of its exit, or
+    those that the layers' maps make of the state it left with."""
     verify: int = 0
-    """Calibrate so often again, on blocks drawn anew, and count how often the promise held."""
+    """Calibrate so often again, on articles drawn anew, and count how often the promise held."""
+    speed: bool = True
+    """Time decoding of test text under every certified rule and at full depth, in turns."""
     seed: int = 0
-    """Of how blocks of text are dealt to fit, calibration and test."""
+    """Of how articles are dealt to fit, calibration and test."""
     out: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the certified rule with the fewest loops to this file, for `generate --halting`."""
     json: bool = False
@@ -52,13 +62,14 @@ class Calibrate:
 
     help: ClassVar[str] = """A halting threshold with a bound: tokens leave early, and perplexity rises by at most 1 %.
 
-Thresholds are proposed on one part of the text, tested on another, and shown on a third. The promise holds with the
+Thresholds are proposed on some articles, tested on others, and shown on a third part. The promise holds with the
 given confidence for teacher-forced text of the same kind. Beside it stands the smallest fixed depth with the same
 promise: what a rule saves beyond that is adaptive. Exit code 1 when nothing can be promised.
 
 examples:
   loopscope calibrate runs/hops --rule all --verify 200 -o policy.json
   loopscope calibrate runs/nano --rule margin --max-ppl-increase 0.02 --data wiki/test.txt
+  loopscope calibrate runs/nano --rule probe --fill project -o policy.json
   loopscope generate runs/nano "The river" --halting policy.json --show-loops"""
 
     def run(self) -> int:
@@ -68,18 +79,22 @@ examples:
         if self.max_units < 1 or self.verify < 0:
             raise ConfigError.of("max_units", self.max_units, "must be at least 1, and --verify not negative")
         from loopscope.runs import write_json
+        from loopscope.targets import open_target
         from loopscope.verbs.calibration import calibrate, to_policy
 
         with progress(self.target) as advance:
             found = calibrate(
-                self.target,
+                open_target(self.target, dtype=self.dtype),
                 rules=self.rule,
                 max_ppl_increase=self.max_ppl_increase,
                 confidence=self.confidence,
                 data=self.data,
                 tokenizer=self.tokenizer,
                 max_units=self.max_units,
+                unit_tokens=self.unit_tokens,
+                fill=self.fill,
                 verify=self.verify,
+                speed=self.speed,
                 seed=self.seed,
                 say=say,
                 progress=advance,
@@ -89,53 +104,90 @@ examples:
             write_json(Path(self.out), to_policy(found, best))
             say(f"the policy is in {self.out}")
         if self.json:
-            print_json(**asdict(found), saved=[found.saved_beyond_fixed(each) for each in found.certificates])
+            print_json(**found.to_json())
         else:
-            print_tables(_table(found, self.verify))
+            print_tables(_table(found))
+            print_text(_chart(found))
             print_text("\n".join(_sentences(found)))
         return EXIT_OK if best is not None else EXIT_FINDINGS
 
 
-def _table(found: Calibration, verify: int) -> Table:
+def _table(found: Calibration) -> Table:
     from rich.table import Table
 
     units = ", ".join(f"{count} {name}" for name, count in found.units.items())
     table = Table(title=f"{found.target}: units of {found.unit_tokens} tokens, {units}", title_justify="left")
-    names = ("rule", "threshold", "loops", "saved beyond fixed", "perplexity", "p", "Hoeffding–Bentkus p")
-    for name in (*names, *(("held",) if verify else ())):
+    names = ["rule", "threshold", "loops", "saved beyond fixed", "perplexity"]
+    is_clipped = any(each.clipped_above or each.test_clipped_above for each in (found.fixed, *found.certificates))
+    names += ["clipped"] if is_clipped else []
+    names += ["p", "Hoeffding–Bentkus p"]
+    names += ["tokens/s"] if found.tokens_per_second is not None else []
+    names += ["held"] if found.verify else []
+    for name in names:
         table.add_column(name, justify="left" if name == "rule" else "right")
     for each in (found.fixed, *found.certificates):
-        if each.threshold is None or each.mean_loops is None or each.ppl_increase is None:
+        if each.threshold is None or each.mean_loops is None:
             table.add_row(each.rule, "none")
             continue
         saved = found.saved_beyond_fixed(each)
-        cells = [
-            each.rule,
-            "never" if math.isinf(each.threshold) else f"{each.threshold:.4g}",
-            f"{each.mean_loops:.2f}",
-            "" if each is found.fixed or saved is None else f"{saved:+.2f}",
-            f"{each.ppl_increase:+.2%}",
-            f"{each.p_value:.2g}",
-            f"{each.hoeffding_bentkus:.2g}",
-        ]
-        table.add_row(*cells, *((f"{each.verified} of {verify}",) if verify else ()))
+        cells = {
+            "rule": each.rule,
+            "threshold": "never" if math.isinf(each.threshold) else f"{each.threshold:.4g}",
+            "loops": f"{each.mean_loops:.2f}",
+            "saved beyond fixed": "" if each is found.fixed or saved is None else f"{saved:+.2f}",
+            "perplexity": f"{each.ppl_increase:+.2%}",
+            "clipped": f"{each.clipped_ppl_increase:+.2%}",
+            "p": f"{each.p_value:.2g}",
+            "Hoeffding–Bentkus p": f"{each.hoeffding_bentkus:.2g}",
+            "tokens/s": _speed(found, each),
+            "held": f"{each.verified} of {found.verify}{'' if each.passed else ', too few'}",
+        }
+        table.add_row(*(cells[name] for name in names))
     table.caption = "loops and perplexity on the test units, which no threshold was chosen on"
     return table
+
+
+def _speed(found: Calibration, each: Certificate) -> str:
+    if each.tokens_per_second is None or found.tokens_per_second is None:
+        return ""
+    return f"{each.tokens_per_second:,.0f} ({each.tokens_per_second / found.tokens_per_second:.2f}×)"
+
+
+def _chart(found: Calibration) -> str:
+    """Loops a token under each certified rule, and the share of tokens that left at each loop, as bars."""
+    wide = max(len(each.rule) for each in (found.fixed, *found.certificates))
+    lines = [f"{'':<{wide}}  loops a token, of {found.num_loops:<21} tokens that left at loop 1 … {found.num_loops}, %"]
+    for each in (found.fixed, *found.certificates):
+        if each.mean_loops is not None:
+            left = " ".join(f"{100 * each.exits.get(k, 0.0):>3.0f}" for k in range(1, found.num_loops + 1))
+            drawn = bar(each.mean_loops / found.num_loops, 32)
+            lines.append(f"{each.rule:<{wide}}  {drawn:<32} {each.mean_loops:>5.2f}  {left}")
+    return "\n".join(lines) if len(lines) > 1 else ""
 
 
 def _sentences(found: Calibration) -> list[str]:
     """What a user may rely on."""
     promise = f"at most {found.max_ppl_increase:.3g} more perplexity with confidence {found.confidence:g}"
+    evidence = "units" if found.evidence == "unit" else f"{found.evidence}s"
+    needs = (
+        f"{found.units_needed} would do for a rule that changes nothing (by Hoeffding and Bentkus "
+        f"{found.units_needed_hoeffding_bentkus})"
+    )
     best = found.best
     if best is None:
+        count = found.calibration_evidence
         return [
-            f"nothing is promised: there are {found.units['calibration']} calibration units, and {found.units_needed} "
-            "would do for a rule that changes nothing; name more text with --data"
+            f"nothing is promised: there are {count} calibration {evidence}, and {needs}; name more text with --data",
+            *(f"note: {note}" for note in found.notes),
         ]
     assert best.threshold is not None and best.mean_loops is not None
     lines = [f"certified: {best.rule} at {best.threshold:.4g}, {promise}, on teacher-forced text of the same kind"]
+    lines.append(f"the promise rests on {found.calibration_evidence} calibration {evidence}; {needs}")
     if best.clipped_above:
-        lines.append(f"{best.clipped_above} calibration units were clipped: the promise is about the clipped loss")
+        lines.append(
+            f"{best.clipped_above} of them were clipped: the promise is about the clipped loss, which is "
+            f"{best.clipped_ppl_increase:+.2%} on the test units and {best.ppl_increase:+.2%} unclipped"
+        )
     saved = found.saved_beyond_fixed(best)
     if saved is None:
         lines.append("no fixed depth is certified at the same bound")
@@ -146,4 +198,9 @@ def _sentences(found: Calibration) -> list[str]:
             f"it saves nothing beyond the smallest certified fixed depth ({found.fixed.threshold:.0f} loops): the "
             "prediction does not depend on further loops, and no rule is needed to leave them out"
         )
+    if found.verify:
+        made = [each for each in (found.fixed, *found.certificates) if each.passed is not None]
+        failed = [each.rule for each in made if not each.passed]
+        verdict = f"{', '.join(failed)} failed" if failed else "all passed"
+        lines.append(f"verification: {verdict}; of {found.verify} calibrations {found.failures_allowed} may fail")
     return [*lines, *(f"note: {note}" for note in found.notes)]

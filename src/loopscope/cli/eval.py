@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from loopscope.auditing.exit_gap import ExitGap
     from loopscope.scores import CacheTable, Timing
+    from loopscope.verbs.downstream import TaskEvaluation
     from loopscope.verbs.evaluation import EvaluationResult
 
 
@@ -37,6 +38,9 @@ class Eval:
     """Text to evaluate on instead of the run's validation split."""
     tokenizer: str | None = None
     """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    dtype: str | None = None
+    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
+    weights are opened in float32, and everything else as it is."""
     batch: int = 16
     """Sequences at a time."""
     length: int | None = None
@@ -51,6 +55,17 @@ class Eval:
     """Take every exit among the depths apart: how much of what it costs would a temperature, an affine map of the
     head's input or a full-rank map of the state mend? Fits each on half of up to 256 windows of the text: seconds at
     demo size, as much as about 300 readouts of that text a depth."""
+    tasks: str | None = None
+    """Downstream tasks of lm-evaluation-harness instead of text, as lambada_openai,piqa (the eval extra)."""
+    task_folder: str | None = None
+    """A folder with YAML files of further tasks; Python that they name is run by the harness."""
+    fewshot: int | None = None
+    """Examples before every question of a task; by default as the task says."""
+    limit: int | None = None
+    """Questions of each task; all by default."""
+    policies: str | None = None
+    """Halting policies that `loopscope calibrate` wrote, or RULE:THRESHOLD, as a.json,b.json: what the text costs under
+    each, and how many loops a token, beside the fixed depths."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -65,23 +80,39 @@ examples:
   loopscope eval runs/raw --data wiki/test.txt --json
   loopscope eval runs/raw --depths 1..8 --speed
   loopscope eval runs/raw --cache-policies
-  loopscope eval runs/raw --exit-gap               are its exits badly read, or not yet computed?"""
+  loopscope eval runs/raw --policies margin.json,probe.json --speed
+  loopscope eval runs/raw --exit-gap               are its exits badly read, or not yet computed?
+  loopscope eval downloads/Ouro-1.4B --tasks lambada_openai,piqa --depths 1..4"""
 
     def __post_init__(self) -> None:
         parse_depths(self.depths or "1")
-        for name in ("batch", "length", "max_tokens"):
+        for name in ("batch", "length", "max_tokens", "limit"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError.of(name, value, "must be at least 1")
+        self._check_tasks()
+
+    def _check_tasks(self) -> None:
+        if self.fewshot is not None and self.fewshot < 0:
+            raise ConfigError.of("fewshot", self.fewshot, "must not be negative")
+        of_text = ("data", "length", "max_tokens", "speed", "cache_policies", "exit_gap")
+        of_tasks = ("task_folder", "fewshot", "limit")
+        for name in of_tasks if self.tasks is None else of_text:
+            if getattr(self, name) not in (None, False):
+                why = "is for --tasks" if self.tasks is None else "is about text, and --tasks asks for tasks"
+                raise ConfigError.of(name, getattr(self, name), why)
 
     def run(self) -> int:
         """Evaluate and print."""
         check_word(self.target)
+        if self.tasks is not None:
+            return self._run_tasks(self.tasks)
         check_sources(self.data or ())
+        from loopscope.targets import open_target
         from loopscope.verbs.evaluation import evaluate
 
         with progress(self.target) as advance:
             result = evaluate(
-                self.target,
+                open_target(self.target, dtype=self.dtype),
                 depths=None if self.depths is None else parse_depths(self.depths),
                 data=self.data,
                 tokenizer=self.tokenizer,
@@ -91,10 +122,13 @@ examples:
                 speed=self.speed,
                 cache_policies=self.cache_policies,
                 exit_gap=self.exit_gap,
+                policies=[] if self.policies is None else self.policies.split(","),
                 say=say,
                 progress=advance,
             )
-        if result.opened.run is not None:  # what was measured is printed whether or not it can be kept
+        if (
+            result.opened.run is not None and self.dtype is None
+        ):  # what was measured is printed whether or not it can be kept
             try:
                 say(f"scores are in {result.keep()}")
             except (RunError, OSError) as error:
@@ -117,6 +151,62 @@ examples:
             return EXIT_OK
         say(f"{result.opened.name} is not finite: its CE or norm after loop {loop} is not a number")
         return EXIT_FINDINGS
+
+    def _run_tasks(self, tasks: str) -> int:
+        from loopscope.verbs.downstream import evaluate_tasks
+
+        with progress(self.target) as advance:
+            result = evaluate_tasks(
+                self.target,
+                [name for name in tasks.split(",") if name],
+                depths=None if self.depths is None else parse_depths(self.depths),
+                task_folder=self.task_folder,
+                num_fewshot=self.fewshot,
+                limit=self.limit,
+                tokenizer=self.tokenizer,
+                batch=self.batch,
+                say=say,
+                progress=advance,
+            )
+        if self.json:
+            print_json(**result.to_json())
+        else:
+            print_tables(_task_table(result))
+            print_text(_task_chart(result))
+        return EXIT_OK
+
+
+def _task_table(result: TaskEvaluation) -> Table:
+    from rich.table import Table
+
+    opened = result.opened
+    stage = opened.stage if opened.step is None else f"step {opened.step}"
+    table = Table(title=f"{opened.name}, {stage}, lm-evaluation-harness {result.harness}", title_justify="left")
+    table.add_column("task")
+    table.add_column("metric")
+    for name in ("n", *(f"{k} loop{'s' if k > 1 else ''}" for k in result.depths)):
+        table.add_column(name, justify="right")
+    for score in result.scores:
+        cells = [
+            f"{value:.4g}" + (f" ±{score.errors[k]:.2g}" if k in score.errors else "")
+            for k, value in score.values.items()
+        ]
+        arrow = {True: " ↑", False: " ↓", None: ""}[score.higher_is_better]
+        table.add_row(score.task, score.metric + arrow, "" if score.samples is None else str(score.samples), *cells)
+    return table
+
+
+def _task_chart(result: TaskEvaluation) -> str:
+    """Every metric by depth as bars, each beside the largest of its own."""
+    lines = []
+    for score in result.scores:
+        largest = max(map(abs, score.values.values()))
+        lines.append(f"{score.task}, {score.metric}")
+        lines += [
+            f"{k:>5}  {bar(abs(value) / largest if largest else 0.0, 40):<40} {value:.4g}"
+            for k, value in score.values.items()
+        ]
+    return "\n".join(lines)
 
 
 def _first_not_finite(result: EvaluationResult) -> int | None:
@@ -188,6 +278,14 @@ def _table(result: EvaluationResult) -> Table:
         bytes_kept = [f"{kept[score.k]:,}"] if kept else []
         cells = ["" if number is None else format(number, form) for number, form in numbers]
         table.add_row(str(score.k), *cells, *speeds, *bytes_kept)
+    if scores.halting:
+        table.add_section()
+    for halted in scores.halting:
+        found = ((halted.ce, ".4f"), (halted.perplexity, ".2f"), (halted.bits_per_byte, ".4f"))
+        cells = ["" if number is None else format(number, form) for number, form in found]
+        rate = "" if halted.tokens_per_second is None else f"{halted.tokens_per_second:,.0f}"
+        speeds = [rate if what == "decode" else "" for what in timed]
+        table.add_row(f"{halted.policy}: {halted.mean_loops:.2f}", *cells, "", *speeds)
     return table
 
 
@@ -202,17 +300,21 @@ def _rate(timing: Timing) -> str:
 
 
 def _chart(result: EvaluationResult) -> str:
-    """Speed of decoding and perplexity at every depth, as bars."""
-    speeds = {depth.k: _timing(result, depth.k, "decode").tokens_per_second or 0.0 for depth in result.scores.depths}
-    found = [depth.perplexity for depth in result.scores.depths if depth.perplexity is not None]
-    best, worst = min(found, default=0.0), max(found, default=0.0)
+    """Speed of decoding and perplexity at every depth and under every policy, as bars."""
+    scores = result.scores
+    points: list[tuple[str, float, float | None]] = [
+        (str(depth.k), _timing(result, depth.k, "decode").tokens_per_second or 0.0, depth.perplexity)
+        for depth in scores.depths
+    ]
+    points += [(f"{each.mean_loops:.2f}", each.tokens_per_second or 0.0, each.perplexity) for each in scores.halting]
+    found = [perplexity for _, _, perplexity in points if perplexity is not None]
+    best, worst, fastest = min(found, default=0.0), max(found, default=0.0), max(speed for _, speed, _ in points)
     lines = ["loops  decoding, tokens/s                 perplexity, and by how much it is above the best"]
-    for depth in result.scores.depths:
-        speed, perplexity = speeds[depth.k], depth.perplexity
+    for loops, speed, perplexity in points:
         above = 0.0 if perplexity is None or worst == best else (perplexity - best) / (worst - best)
         shown = "" if perplexity is None else f"{perplexity:,.2f}"
         lines.append(
-            f"{depth.k:>5}  {bar(speed / max(speeds.values()), 20):<20} {speed:>10,.0f}  {shown:>10} {bar(above, 20)}"
+            f"{loops:>5}  {bar(speed / fastest, 20):<20} {speed:>10,.0f}  {shown:>10} {bar(above, 20)}".rstrip()
         )
     return "\n".join(lines)
 

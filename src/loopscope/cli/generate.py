@@ -73,7 +73,8 @@ class Generate:
     device: str | None = None
     """Where to run: cpu, cuda, cuda:1, mps; the best there is by default."""
     dtype: str | None = None
-    """float32, bfloat16 or float16; by default as the weights are."""
+    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
+    weights are opened in float32, and everything else as it is."""
     json: bool = False
     """Print tokens, log-probabilities and loops as JSON instead of streaming text."""
 

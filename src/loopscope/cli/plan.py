@@ -79,7 +79,7 @@ examples:
             cost = {**plan.to_dict(), "devices_needed": devices_needed}
             print_json(preset=self.preset, design=self.design, config=config_to_dict(config), loops=loops, **cost)
             return EXIT_OK
-        print_tables(_parameter_table(plan.parameters), _loop_table(loops), _memory_table(plan))
+        print_tables(_parameter_table(plan.parameters, plan.active_parameters), _loop_table(loops), _memory_table(plan))
         print_words(_in_words(plan))
         if devices_needed is not None:
             count = f"{devices_needed:,}" if devices_needed < 10**12 else f"{devices_needed:.3g}"
@@ -98,8 +98,11 @@ def _loops(config: Config) -> list[dict[str, Any]]:
 
 
 def _hides_per_loop(config: ModelConfig) -> list[frozenset[str] | None]:
-    """What the readout of each loop hides in a fresh model (unknown behind a coda); it is small enough to be real."""
-    if config.coda_layers:
+    """What the readout of each loop hides in a fresh model (unknown behind a coda, and of a mean over loops).
+
+    It is small enough to be real.
+    """
+    if config.coda_layers or config.recurrence == "pondering":
         return [None] * config.num_loops
     from loopscope.model.readouts import make_readout
 
@@ -107,12 +110,12 @@ def _hides_per_loop(config: ModelConfig) -> list[frozenset[str] | None]:
     return [readout.hides(k) for k in range(1, config.num_loops + 1)]
 
 
-def _parameter_table(parameters: dict[str, int]) -> Table:
+def _parameter_table(parameters: dict[str, int], active: int) -> Table:
     from rich.table import Table
 
     total = sum(parameters.values())
-
-    table = Table("part", title=f"{total / 1e6:,.1f}M parameters", title_justify="left")
+    title = f"{total / 1e6:,.1f}M parameters" + (f", {active / 1e6:,.1f}M per token" if active < total else "")
+    table = Table("part", title=title, title_justify="left")
     table.add_column("parameters", justify="right")
     table.add_column("share", justify="right")
     for part, count in parameters.items():
@@ -128,7 +131,7 @@ def _loop_table(loops: list[dict[str, Any]]) -> Table:
     table = Table("loop", "supervised", "readout hides", title="what the loss will see", title_justify="left")
     for loop in loops:
         supervised = "yes" if loop["supervised"] else "no"
-        hides = "unknown: a coda lies between" if loop["hides"] is None else ", ".join(loop["hides"]) or "nothing"
+        hides = "unknown: not a readout alone" if loop["hides"] is None else ", ".join(loop["hides"]) or "nothing"
         table.add_row(str(loop["k"]), supervised, hides)
     return table
 

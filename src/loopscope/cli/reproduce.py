@@ -79,7 +79,11 @@ examples:
   loopscope reproduce --size nano --conditions 2x2,per-loop+penalty,all:1 --out runs/record
   loopscope reproduce --size nano --conditions 2x2:1 --recipe modern --out runs/record
   loopscope reproduce --size paper-44m --on ray:auto --gpus-per-row 1
-  loopscope reproduce --rebuild --out runs/record"""
+  loopscope reproduce --rebuild --out runs/record
+
+Figures 5 to 7 have commands of their own:
+  loopscope reproduce ouro TARGET --help       the checks of Ouro 1.4B, on any checkpoint of its kind
+  loopscope reproduce ouro-train --help        its design, trained with and without the norm before the head"""
 
     def __post_init__(self) -> None:
         for name in ("seeds", "steps", "eval_tokens", "rows_at_once", "threads"):

@@ -10,13 +10,14 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import sysconfig
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +40,10 @@ MIN_CHARACTERS = 80
 BUILTIN_FORMAT = 1
 """Counts up when other documents come out of the same files: what was remembered before is then forgotten."""
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
+HEADING = re.compile(r" ?= (?!= )\S.*(?<! =) =")
+"""A top-level heading as WikiText writes it, ` = Title =`; a deeper one is ` = = Section = =`."""
+PEEKED = 1000
+"""Documents among which a heading is looked for: a text of articles under headings has many in so many lines."""
 HUB_SPLITS: dict[Split, str] = {"train": "train", "valid": "validation", "test": "test"}
 
 
@@ -53,6 +58,40 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class Shelf:
+    """The documents of one source in one split, and what they are to articles."""
+
+    documents: Documents
+    of_lines: bool
+    """Whether a document is a line of a text file, and so only a part of whatever it belongs to."""
+    is_scattered: bool
+    """Whether the split was held out document by document: those that stand side by side were no neighbours."""
+
+    def articles(self) -> Iterator[list[str]] | None:
+        """The documents of each article; None where it cannot be told where articles begin.
+
+        Among lines an article begins at a top-level heading, as in WikiText; what comes before the first is one too.
+        Records are often lines themselves (WikiText on the hub): headings among the first tell. Any other record is an
+        article. Lines without headings, and lines that were held out one by one, are of articles nobody can name.
+        """
+        has_headings = any(map(HEADING.fullmatch, islice(self.documents, PEEKED)))
+        if not (self.of_lines or has_headings):
+            return ([document] for document in self.documents)
+        return _headed(self.documents) if has_headings and not self.is_scattered else None
+
+
+def _headed(documents: Iterable[str]) -> Iterator[list[str]]:
+    article: list[str] = []
+    for document in documents:
+        if article and HEADING.fullmatch(document):
+            yield article
+            article = []
+        article.append(document)
+    if article:
+        yield article
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Documents by split, and the hash of them all. Documents do not end in white space and are not empty."""
 
@@ -63,6 +102,15 @@ class Corpus:
     """Automatic choices that were made to open it."""
     task: Task | None = None
     """What generates it, instead of documents."""
+    of_lines: bool = False
+    """Whether its documents are lines of text files; of one source."""
+    shelves: Mapping[Split, Sequence[Shelf]] = field(default_factory=dict)
+    """The same documents source by source; of a corpus that was opened."""
+
+    def articles(self, split: Split) -> Iterator[list[str]] | None:
+        """The documents of each article of a split, in order; None where some source does not tell its articles."""
+        found = [shelf.articles() for shelf in self.shelves[split]]
+        return None if None in found else chain.from_iterable(each for each in found if each is not None)
 
     def text(self, split: Split) -> str:
         """The documents of a split, joined with a blank line."""
@@ -109,15 +157,14 @@ def open_corpus(config: DataConfig) -> Corpus:
     sources = [_source(name, config.text_field) for name in config.data]
     others = [_source(name, config.text_field) for name in config.valid or ()]
     hold_out = config.valid is None
-    documents: dict[Split, Iterable[str]] = {
-        split: Documents(partial(_of_split, sources, split, hold_out)) for split in SPLITS
-    }
+    shelves = {split: [_shelf(source, split, hold_out) for source in sources] for split in SPLITS}
     if not hold_out:
-        documents["valid"] = Documents(partial(_validation, others))
+        shelves["valid"] = [Shelf(Documents(partial(_validation, other)), other.of_lines, False) for other in others]
+    documents = {split: Documents(partial(_chained, shelves[split])) for split in SPLITS}
     hashes = [[source.sha256 for source in group] for group in (sources, others)]
     digest = hashlib.sha256(json.dumps([hashes, hold_out]).encode()).hexdigest()
     choices = tuple(choice for source in (*sources, *others) for choice in source.choices)
-    return Corpus(" + ".join(config.data), documents, digest, choices)
+    return Corpus(" + ".join(config.data), documents, digest, choices, shelves=shelves)
 
 
 def _task_corpus(config: DataConfig) -> Corpus:
@@ -160,7 +207,8 @@ def _source(name: str, text_field: str) -> Corpus:
     files = find_files(name, text_field)
     contents = [[file.kind, file.compression, file.text_field, file.sha256] for file in files]
     digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
-    return Corpus(name, {"train": Documents(partial(_read_files, files))}, digest)
+    of_lines = any(file.kind == ".txt" for file in files)
+    return Corpus(name, {"train": Documents(partial(_read_files, files))}, digest, of_lines=of_lines)
 
 
 def _hub_corpus(name: str, text_field: str) -> Corpus:
@@ -177,14 +225,23 @@ def _read_files(files: list[TextFile]) -> Iterator[str]:
         yield from file.documents()
 
 
-def _of_split(sources: list[Corpus], split: Split, hold_out: bool) -> Iterator[str]:
-    for source in sources:
-        if split == "train" and "train" not in source.documents:
-            raise DataError(f"{source.name} has no train split; it has {', '.join(source.documents)}")
-        if not hold_out:
-            yield from source.documents.get(split, ())
-        else:
-            yield from _with_held_out(source.documents, split)
+def _shelf(source: Corpus, split: Split, hold_out: bool) -> Shelf:
+    own = source.documents
+    is_whole = not hold_out or (split in own if split != "train" else set(SPLITS) <= set(own))
+    return Shelf(Documents(partial(_of_split, source, split, hold_out)), source.of_lines, not is_whole)
+
+
+def _chained(shelves: Sequence[Shelf]) -> Iterator[str]:
+    return chain.from_iterable(shelf.documents for shelf in shelves)
+
+
+def _of_split(source: Corpus, split: Split, hold_out: bool) -> Iterator[str]:
+    if split == "train" and "train" not in source.documents:
+        raise DataError(f"{source.name} has no train split; it has {', '.join(source.documents)}")
+    if not hold_out:
+        yield from source.documents.get(split, ())
+    else:
+        yield from _with_held_out(source.documents, split)
 
 
 def _with_held_out(own: Mapping[Split, Iterable[str]], split: Split) -> Iterator[str]:
@@ -198,11 +255,10 @@ def _with_held_out(own: Mapping[Split, Iterable[str]], split: Split) -> Iterator
             yield document
 
 
-def _validation(sources: list[Corpus]) -> Iterator[str]:
-    """All that the sources named by `valid` are meant to give: their validation split, else everything."""
-    for source in sources:
-        own = source.documents
-        yield from own.get("valid") or own.get("train") or own["test"]
+def _validation(source: Corpus) -> Iterator[str]:
+    """All that a source named by `valid` is meant to give: its validation split, else everything."""
+    own = source.documents
+    yield from own.get("valid") or own.get("train") or own["test"]
 
 
 def _library_files() -> Iterator[Path]:

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ class HubDataset:
     """One configuration of a dataset, opened."""
 
     name: str
-    """hf:NAME[:CONFIG]"""
+    """hf:NAME[:CONFIG[:DOCUMENTS]]"""
     text_field: str
     splits: dict[str, Any]
     """Its own split names → datasets.Dataset or IterableDataset."""
     sha256: str
     """Of its name, its files and their revision, not of their bytes: a stream is not read to be named."""
     streaming: Choice
+    most: int | None = None
+    """Records of each split that are read; None reads all."""
 
     def documents(self, split: str) -> Iterator[str]:
         """The documents of a split that are not blank, without trailing white space."""
@@ -37,22 +40,33 @@ class HubDataset:
 
     def _records(self, split: str) -> Iterator[dict[str, Any]]:
         try:
-            yield from self.splits[split]
+            yield from islice(self.splits[split], self.most)
         except Exception as error:  # whatever the library, its file formats or the network raise
             raise DataError(f"{self.name}, {split} cannot be read: {first_line(error)}") from error
 
 
 def open_dataset(name: str, text_field: str) -> HubDataset:
-    """`hf:NAME[:CONFIG]`, downloaded once when it fits on the disk, else streamed."""
+    """`hf:NAME[:CONFIG[:DOCUMENTS]]`, downloaded once when it fits on the disk, else streamed.
+
+    With DOCUMENTS only so many of each split are read, and streamed: nobody waits for terabytes to train on a part.
+    """
     datasets = needed("datasets", f"reading {name}")
-    path, _, config = name.removeprefix("hf:").partition(":")
+    path, _, rest = name.removeprefix("hf:").partition(":")
+    config, _, count = rest.partition(":")
+    if count and (not count.isdecimal() or len(count) > 18 or int(count) < 1):
+        raise DataError(f"{name}: {count!r} is not a number of documents; expected hf:NAME[:CONFIG[:DOCUMENTS]]")
+    most = int(count) if count else None
     try:
         builder = datasets.load_dataset_builder(path, config or None)
-        streaming = choose_streaming(builder)
+        streaming = choose_streaming(builder) if most is None else _stream_a_part(most)
         splits = _opened(builder, streaming=bool(streaming.value))
     except Exception as error:  # not found, no such configuration, no network: the library's own words say which
         raise DataError(f"{name} cannot be opened: {first_line(error)}") from error
-    return HubDataset(name, text_field, dict(splits), _fingerprint(builder, path, text_field), streaming)
+    return HubDataset(name, text_field, dict(splits), _fingerprint(builder, path, text_field, most), streaming, most)
+
+
+def _stream_a_part(most: int) -> Choice:
+    return Choice("streaming", True, f"only the first {most:,} documents are read")
 
 
 def choose_streaming(builder: Any) -> Choice:
@@ -76,8 +90,9 @@ def _opened(builder: Any, *, streaming: bool) -> Any:
     return builder.as_dataset()
 
 
-def _fingerprint(builder: Any, path: str, text_field: str) -> str:
+def _fingerprint(builder: Any, path: str, text_field: str, most: int | None) -> str:
     files = builder.config.data_files or {}
     revision = {str(split): [list(map(str, found)), found.origin_metadata] for split, found in files.items()}
-    parts = [path, builder.config.name, str(builder.hash), text_field, revision]
+    parts: list[Any] = [path, builder.config.name, str(builder.hash), text_field, revision]
+    parts += [] if most is None else [most]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding, Regex, decoders, models, pre_tokenizers, trainers
@@ -40,6 +41,9 @@ MOST_TOKENIZER_BYTES = 256 << 20
 MOST_IDS = 1 << 24
 """Ids of a tokenizer that is read; the largest in use have 260,000, and tables as long as the largest id are made."""
 TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "tokenizer-manifest.json"
+SETTINGS_FILE = "tokenizer_config.json"
+COMPANIONS = (SETTINGS_FILE, "special_tokens_map.json", "chat_template.jinja")
+"""Files that other people's libraries keep beside a tokenizer.json: special tokens, chat template."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Tokenizer:
     """bytes, bpe, word, or file for somebody else's tokenizer.json."""
     definition: str
     """The text of its tokenizer.json."""
+    companions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """The text of files beside it, by name: they travel with it, and loopscope itself goes without them."""
 
     @cached_property
     def backend(self) -> Backend:
@@ -81,8 +87,25 @@ class Tokenizer:
         """For each text its ids_N and, for each token, the UTF-8 bytes it stands for; they sum to the text's bytes."""
         return [self._counted(text, encoding) for text, encoding in zip(texts, self._encodings(texts), strict=True)]
 
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Its tokenizer_config.json; empty where there is none."""
+        return json.loads(self.companions.get(SETTINGS_FILE, "{}"))
+
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token (eos_token, pad_token …) by its settings; None where they name none."""
+        token = self.settings.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        return self.backend.token_to_id(content) if isinstance(content, str) else None
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The token that ends a text, where its settings name one."""
+        end = self.special_id("eos_token")
+        return () if end is None else (end,)
+
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and, after it, the manifest with its checksum."""
+        """Write tokenizer.json, what travels with it and, after them, the manifest with its checksum."""
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "kind": self.kind,
@@ -91,6 +114,8 @@ class Tokenizer:
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / TOKENIZER_FILE, self.definition)
+        for name, text in self.companions.items():
+            write_atomically(folder / name, text)
         write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
 
     def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
@@ -183,9 +208,10 @@ def train_word(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Somebody's tokenizer.json."""
+    """Somebody's tokenizer.json, with what lies beside it."""
+    companions = _companions(path.parent)
     try:
-        tokenizer = Tokenizer("file", read_text(path, MOST_TOKENIZER_BYTES))
+        tokenizer = Tokenizer("file", read_text(path, MOST_TOKENIZER_BYTES), companions)
         _ = tokenizer.backend, tokenizer.vocab_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
@@ -209,7 +235,23 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise DataError(f"{path} has schema_version {version}; this loopscope reads {SCHEMA_VERSION}")
     if tokenizer.fingerprint != digest:
         raise DataError(f"{folder / TOKENIZER_FILE} has changed since it was saved: its sha256 is not {digest}")
-    return Tokenizer(kind, tokenizer.definition)
+    return replace(tokenizer, kind=kind)
+
+
+def _companions(folder: Path) -> dict[str, str]:
+    """The text of every companion file of a folder; those that are JSON hold an object."""
+    found = {}
+    for path in (folder / name for name in COMPANIONS):
+        if not path.exists():
+            continue
+        try:
+            found[path.name] = read_text(path, MOST_TOKENIZER_BYTES)
+            if path.suffix == ".json" and not isinstance(json.loads(found[path.name]), dict):
+                raise ValueError("not a JSON object")
+        except (OSError, ValueError, RecursionError) as error:
+            why = error.strerror if isinstance(error, OSError) else first_line(error)
+            raise DataError(f"{path} cannot be read: {why}") from None
+    return found
 
 
 def _existing(name: str) -> Tokenizer:

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from loopscope.errors import ConfigError, RunError, UnsupportedError
+from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError, UnsupportedError
+from loopscope.experiments.ledger import EXIT_GIVEN_UP, read_record
+from loopscope.experiments.row_process import die_with_parent
 from loopscope.experiments.rows import RowSpec
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -60,8 +62,14 @@ class Backend(Protocol):
         ...
 
 
-def make_backend(on: str, *, rows_at_once: int | None, threads: int, gpus: int, retries: int) -> Backend:
-    """The backend that --on names: here, ray, or ray:ADDRESS."""
+def make_backend(
+    on: str, *, rows_at_once: int | None, threads: int, gpus: int, retries: int, processes: int = 1
+) -> Backend:
+    """The backend that --on names: here, ray, or ray:ADDRESS; rows of several processes run here, one at a time."""
+    if processes > 1:
+        if on != "here" or (rows_at_once or 1) > 1:
+            raise ConfigError.of("processes_per_row", processes, "such rows run one at a time, and --on here only")
+        return Here(1, threads, processes=processes)
     place, _, address = on.partition(":")
     if place == "ray":
         return Ray(address or None, rows_at_once=rows_at_once, threads=threads, gpus=gpus, retries=retries)
@@ -100,6 +108,8 @@ class Here:
     threads: int = 1
     gpus: Sequence[str] = ()
     """One for every slot, or none."""
+    processes: int = 1
+    """Of a row, under torchrun; such a row sees every GPU there is."""
 
     def __post_init__(self) -> None:
         self._running: dict[int, _Process] = {}
@@ -109,7 +119,8 @@ class Here:
         self._running = {slot: process for slot, process in self._running.items() if process.poll() is None}
         slot = next(number for number in range(self.slots) if number not in self._running)
         extra = {"CUDA_VISIBLE_DEVICES": self.gpus[slot]} if self.gpus else {}
-        self._running[slot] = _Process(launch(spec.to_json(), folder, self.threads, wait=0.0, extra=extra))
+        started = launch(spec.to_json(), folder, self.threads, wait=0.0, extra=extra, processes=self.processes)
+        self._running[slot] = _Process(started) if self.processes == 1 else _Torchrun(started, folder)
         return self._running[slot]
 
     def close(self) -> None:
@@ -131,19 +142,47 @@ class _Process:
             os.killpg(self.process.pid, signal.SIGKILL)  # its audit, too: a row leads a session of its own
 
 
+@dataclass(frozen=True)
+class _Torchrun(_Process):
+    """A row of several processes. torchrun says 1 whatever they said; what became of the row is in row.json."""
+
+    folder: Path
+
+    def poll(self) -> int | None:
+        code = self.process.poll()
+        if code is None or code == EXIT_OK:
+            return code
+        ended = {"failed": EXIT_GIVEN_UP, "open": EXIT_INTERRUPTED}
+        return ended.get(str(read_record(self.folder).state), code)
+
+
 def launch(
-    spec_json: str, folder: Path, threads: int, *, wait: float, extra: Mapping[str, str] | None = None
+    spec_json: str,
+    folder: Path,
+    threads: int,
+    *,
+    wait: float,
+    extra: Mapping[str, str] | None = None,
+    processes: int = 1,
 ) -> subprocess.Popen[bytes]:
     """The process of a row: threads pinned before torch is imported, words to log.txt, out of Ctrl-C's reach.
 
     To be called by a thread that lives as long as the row: the row stops when that thread does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "loopscope.experiments.row_process", str(folder), spec_json, str(wait)]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    row = ["-m", "loopscope.experiments.row_process", str(folder), spec_json, str(wait)]
+    command = [sys.executable, *(torchrun if processes > 1 else ()), *row]
     environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads)), **(extra or {})}
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent if processes > 1 else None,  # a row does so itself; torchrun does not
         )
 
 

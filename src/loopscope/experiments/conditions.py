@@ -22,6 +22,7 @@ Recipe = Literal["paper", "modern"]
 RECIPES: tuple[Recipe, ...] = ("paper", "modern")
 Size = Literal["demo", "nano", "micro", "paper-44m", "paper-129m"]
 PAPER_SIZES: tuple[Size, ...] = ("paper-44m", "paper-129m")
+OuroSize = Literal["demo", "nano", "micro", "ouro-1.4b"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,13 @@ EXTENSIONS = (
 )
 CONDITIONS = {condition.name: condition for condition in (*CORE, *EXTENSIONS)}
 GROUPS = {"2x2": tuple(condition.name for condition in CORE), "all": tuple(CONDITIONS)}
+OURO_CONDITIONS: dict[str, tuple[Literal["terminal", "per-loop"], Literal["rmsnorm", "raw"]]] = {
+    "terminal+rmsnorm": ("terminal", "rmsnorm"),
+    "terminal+raw": ("terminal", "raw"),
+    "per-loop+rmsnorm": ("per-loop", "rmsnorm"),
+    "per-loop+raw": ("per-loop", "raw"),
+}
+"""Of Ouro's design: loss placement, and what stands before the head; the inter-loop norm is in all of them."""
 FACTORS = ("placement", "readout", "norm_penalty", "inter_loop_norm")
 """The fields a condition may set."""
 

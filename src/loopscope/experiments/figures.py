@@ -1,6 +1,6 @@
-"""Figures 1–4 of arXiv 2606.24898 and the α-sweep, from the files of a grid, as SVG and PDF. No torch here.
+"""Figures of arXiv 2606.24898 from the files of a grid (1–4, α-sweep, gates) and of ouro.json (5–7), as SVG and PDF.
 
-The same files give the same bytes: no dates, fixed identifiers.
+The same files give the same bytes: no dates, fixed identifiers. No torch here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from loopscope.experiments.conditions import CONDITIONS
 from loopscope.experiments.evidence import ROLLOUT, symlog, unsymlog
+from loopscope.experiments.ouro_record import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord
 from loopscope.experiments.results import Results, View, mean
-from loopscope.readings import AuditedLoop, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
+from loopscope.readings import (
+    SATURATED_LOGIT,
+    AuditedLoop,
+    Gate,
+    Measure,
+    Run,
+    alpha_changes,
+    exit_failure,
+    final_norm,
+    perplexity_at,
+)
 from loopscope.runs import file_written_whole
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
@@ -272,6 +283,56 @@ def _curve(view: View, name: str) -> tuple[list[float], list[float]]:
     return alphas, [mean(changes[alpha] for changes in same) for alpha in alphas]
 
 
+# --- gates -----------------------------------------------------------------------------------------------------------
+
+GATE_LINES = {"h": "-", "norm(h)": ":"}
+
+
+def gates(view: View) -> Figure | None:
+    """The same gate on h (solid) and on norm(h) (dotted): how large its logits get where the state is long, and what it
+    saves at the same bound."""
+    names = [name for name in view.conditions() if any(_gates(view, name, reads) for reads in GATE_LINES)]
+    if not names:
+        return None
+    figure, (size, saving) = new_figure(2, width=10.5, height=3.9)
+    for place, name in enumerate(names):
+        colour, marker = STYLES[name]
+        for reads, dashes in GATE_LINES.items():
+            found = _gates(view, name, reads)
+            loops = [loop for gate in found for loop in gate.loops if loop.k and loop.norm and loop.logit is not None]
+            ks = sorted({loop.k for loop in loops if loop.k})
+            norms = [mean(loop.norm for loop in loops if loop.k == k and loop.norm) for k in ks]
+            logits = [mean(loop.logit for loop in loops if loop.k == k and loop.logit is not None) for k in ks]
+            look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linestyle": dashes}
+            label = _label(view, name) if reads == "h" else None
+            size.plot(norms, logits, linewidth=1.2, label=label, **look)
+            saved = [value for gate in found if (value := gate.saved) is not None]
+            if saved:
+                at = place + (-0.2 if reads == "h" else 0.2)
+                fill = colour if reads == "h" else "none"
+                saving.bar(at, mean(saved), 0.38, facecolor=fill, edgecolor=colour, linestyle=dashes)
+    size.set_xscale("log")
+    size.set_yscale("log")
+    size.axhline(SATURATED_LOGIT, color="0.5", linewidth=0.8)
+    for axis in (size.xaxis, size.yaxis):
+        _plain(axis)
+    size.set_xlabel(f"norm ‖h_k‖, loops 1 … {ROLLOUT}")
+    size.set_ylabel("mean |logit| of the gate")
+    size.set_title("a gate on h (solid) and on norm(h) (dotted)")
+    saving.axhline(0, color="0.5", linewidth=0.8)
+    saving.set_xticks([])
+    saving.set_ylabel("loops saved beyond the fixed depth")
+    saving.set_title("saved at the same bound: on h (full), norm(h) (open)")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def _gates(view: View, name: str, reads: str) -> list[Gate]:
+    """The gates of a condition's rows that read this."""
+    found = [gate for row in view.of(name).values() if row.halting for gate in row.halting.gates]
+    return [gate for gate in found if gate.reads == reads]
+
+
 def _label(view: View, name: str) -> str:
     return f"{CONDITIONS[name].title} (n={len(view.of(name))})"
 
@@ -282,4 +343,117 @@ FIGURES: dict[str, Draw] = {
     "figure3_thirty_loops": thirty_loops,
     "figure4_frontier": frontier,
     "alpha_sweep": alpha_sweep,
+    "gates": gates,
 }
+
+
+# --- Figures 5 and 7: one model of Ouro's kind -----------------------------------------------------------------------
+
+READOUT_STYLES = {AS_IT_IS: ("#d55e00", "o"), REMOVED: ("#0072b2", "^"), FROZEN: ("#56b4e9", "v")}
+
+
+def draw_ouro(record: OuroRecord, folder: Path) -> list[Path]:
+    """Figures 5 and 7 of one model."""
+    return _draw({"figure5_alpha_sweep": _sweep_of_one(record), "figure7_variable_depth": _depth(record)}, folder)
+
+
+def draw_ouro_training(records: dict[str, OuroRecord], folder: Path) -> list[Path]:
+    """Figure 6: the sweep of Figure 5 on models that were trained with and without the norm, by condition."""
+    return _draw({"figure6_trained_alpha_sweep": _sweep_of_trained(records)}, folder)
+
+
+def _draw(figures: dict[str, Callable[[], Figure | None]], folder: Path) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    for name, draw in figures.items():
+        with mpl.rc_context(SETTINGS):
+            figure = draw()
+        written += save(figure, folder / name)
+    return written
+
+
+def _sweep_of_one(record: OuroRecord) -> Callable[[], Figure | None]:
+    def draw() -> Figure | None:
+        if record.states is None or record.last is None:
+            return None
+        curves = {READOUTS[name]: (record.last, name, READOUT_STYLES[name]) for name in record.last.sweep}
+        title = f"{Path(record.subject.name).name}, loop {record.last.k}: what the loss sees of the scale"
+        return _sweep_figure(record.states.alphas, curves, title)
+
+    return draw
+
+
+def _sweep_of_trained(records: dict[str, OuroRecord]) -> Callable[[], Figure | None]:
+    def draw() -> Figure | None:
+        known = {name: record for name, record in records.items() if record.states and record.last}
+        if not known:
+            return None
+        curves: dict[str, tuple[LoopStates, str, tuple[str, str]]] = {}
+        for name, record in known.items():
+            assert record.last is not None
+            own = AS_IT_IS if AS_IT_IS in record.last.sweep else REMOVED
+            curves[name] = (record.last, own, STYLES[name.rpartition("-s")[0]])
+        states = next(iter(known.values())).states
+        assert states is not None
+        return _sweep_figure(states.alphas, curves, "Trained with and without the norm before the head")
+
+    return draw
+
+
+def _sweep_figure(
+    alphas: list[float | None], curves: dict[str, tuple[LoopStates, str, tuple[str, str]]], title: str
+) -> Figure:
+    """Change of CE against α; the legend has the CE at α = 1, where every curve is zero."""
+    figure, (axes,) = new_figure()
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=0.01)
+    xs, middle = [math.nan if alpha is None else alpha for alpha in alphas], alphas.index(1.0)
+    for label, (loop, readout, (colour, marker)) in curves.items():
+        ce = [math.nan if value is None else value for value in loop.sweep[readout]]
+        change = [value - ce[middle] for value in ce]
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4}
+        axes.plot(xs, change, label=f"{label} (CE {ce[middle]:.3g})", **look)
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain(axis)
+    axes.set_xlabel("α: final state × α before the readout")
+    axes.set_ylabel("change of CE at loop K, nats")
+    axes.set_title(title)
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def _depth(record: OuroRecord) -> Callable[[], Figure | None]:
+    """Perplexity and throughput at every depth, and downstream scores where tasks were asked for."""
+
+    def curve(axes: Axes, values: dict[int, float | None], **look: Any) -> None:
+        known = {k: value for k, value in values.items() if value is not None}
+        axes.plot(list(known), list(known.values()), **look)
+
+    def draw() -> Figure | None:
+        if record.depths is None:
+            return None
+        scored = bool(record.tasks)
+        figure, panels = new_figure(3 if scored else 2, width=11.5 if scored else 8.0, height=3.6)
+        look: dict[str, Any] = {"color": "#d55e00", "marker": "o", "markersize": 4, "linewidth": 1.4}
+        curve(panels[0], {depth.k: depth.perplexity for depth in record.depths.depths}, **look)
+        panels[0].set_ylabel("perplexity")
+        curve(panels[1], {speed.k: speed.tokens_per_second for speed in record.throughput}, **look)
+        panels[1].set_ylabel("tokens per second, one readout")
+        panels[1].set_ylim(bottom=0)
+        first_metric = {score.task: score.metric for score in reversed(record.tasks)}
+        for (colour, marker), (task, metric) in zip(STYLES.values(), first_metric.items(), strict=False):
+            scores = {score.k: score.value for score in record.tasks if (score.task, score.metric) == (task, metric)}
+            curve(panels[2], scores, **{**look, "color": colour, "marker": marker}, label=f"{task} ({metric})")
+        if scored:
+            panels[2].set_ylabel("downstream score")
+            panels[2].legend(fontsize=7)
+        for axes in panels:
+            axes.set_xlabel("loops K")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            _plain(axes.yaxis)
+            if record.subject.num_loops is not None:
+                axes.axvline(record.subject.num_loops, color="0.5", linewidth=0.8, linestyle=":")
+        figure.suptitle(f"{Path(record.subject.name).name} at variable depth (dotted: as trained)")
+        return figure
+
+    return draw

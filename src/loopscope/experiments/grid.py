@@ -3,7 +3,7 @@
 OUT/grid.json         commands, common configuration, differences from the paper, data, versions
 OUT/tokenizer/        fitted once, on the training text alone, and copied into every row
 OUT/rows/NAME/        a run folder as `loopscope train` makes it, and row.json, eval.json, log.txt,
-                      audit.json, audit-untrained.json
+                      audit.json, audit-untrained.json, halting.json
 OUT/claims.json, OUT/tables/, OUT/figures/      made from the files above
 
 No torch here: rows are processes of their own.
@@ -26,7 +26,6 @@ from loopscope.experiments.conditions import (
     PAPER_EPOCHS,
     PAPER_SIZES,
     Recipe,
-    Size,
     apply_recipe,
     differences,
 )
@@ -46,7 +45,7 @@ OTHER_OUT = "choose another --out"
 class Request:
     """What a user asks for."""
 
-    size: Size = "nano"
+    size: str = "nano"
     recipe: Recipe = "paper"
     seeds: Mapping[str, tuple[int, ...]]
     """The seeds of each condition."""
@@ -58,6 +57,8 @@ class Request:
     eval_tokens: int | None = None
     audit: bool = True
     audit_untrained: bool = True
+    halting: bool = True
+    """Calibrate a halting rule on every row whose exits are trained."""
     threads: int | None = 1
 
     def base(self) -> Config:
@@ -94,6 +95,7 @@ class Grid:
             eval_tokens=self.request.eval_tokens,
             audit=self.request.audit,
             audit_untrained=self.request.audit_untrained,
+            halting=self.request.halting and CONDITIONS[name].placement == "per-loop",
         )
 
 

@@ -15,7 +15,7 @@ from loopscope.errors import RunError
 from loopscope.experiments.probe import has_probe
 from loopscope.experiments.rows import RowSpec, first_difference
 from loopscope.files import Problems, parse_line, read_as, read_json
-from loopscope.readings import Audit, Logged, RowRecord, RowState, last_logged
+from loopscope.readings import Audit, CalibratedHalting, Logged, RowRecord, RowState, last_logged
 from loopscope.runs import RunFolder, write_json
 from loopscope.scores import Evaluation
 
@@ -23,7 +23,7 @@ EXIT_GIVEN_UP = 65
 """A row's process failed in a way that a retry would repeat."""
 EXIT_TAKEN = 75
 """Another process has the row."""
-STAGES = {"training": 0.0, "evaluating": 0.8, "auditing": 0.9, "probing": 0.95}
+STAGES = {"training": 0.0, "evaluating": 0.8, "auditing": 0.85, "calibrating": 0.9, "probing": 0.95}
 """Stages of a row, and the share of its time that lies before each; training moves within its share."""
 TRAINED_AUDIT, UNTRAINED_AUDIT = "audit.json", "audit-untrained.json"
 TAIL = 1 << 14
@@ -122,9 +122,22 @@ def write_record(folder: Path, record: RowRecord) -> None:
 
 def is_complete(folder: Path, spec: RowSpec) -> bool:
     """Whether everything that is asked of a row is there."""
-    finished = read_record(folder).state == "finished" and read_json(folder / "manifest.json", {}) is not None
-    measured = is_evaluated(folder, spec) and (not spec.audit or is_audited(folder, spec))
-    return finished and measured and (not spec.probe or has_probe(folder, spec.config.training.steps))
+    finished = read_record(folder).state == "finished" and is_measured(folder, spec)
+    calibrated = not spec.halting or is_calibrated(folder, spec)
+    return finished and calibrated and (not spec.probe or has_probe(folder, spec.config.training.steps))
+
+
+def is_measured(folder: Path, spec: RowSpec) -> bool:
+    """Whether it is evaluated and audited: then the row has been trained to its end, whatever became of its weights."""
+    evaluated = read_json(folder / "manifest.json", {}) is not None and is_evaluated(folder, spec)
+    return evaluated and (not spec.audit or is_audited(folder, spec))
+
+
+def is_calibrated(folder: Path, spec: RowSpec) -> bool:
+    """Whether there is a whole halting.json of the row's last step."""
+    problems: Problems = {}
+    found = read_as(folder / "halting.json", CalibratedHalting.from_json, problems)
+    return found is not None and not problems and found.is_whole and found.step == spec.config.training.steps
 
 
 def is_evaluated(folder: Path, spec: RowSpec) -> bool:

@@ -18,9 +18,10 @@ EVAL_TOKENS = 16_384
 
 
 def make_request(seed: int, steps: int) -> Request:
-    """The four corners with one seed, a row per core, audited when trained: nothing here tells of untrained weights."""
+    """The four corners with one seed, a row per core, audited when trained: nothing here tells of untrained weights,
+    nor of halting."""
     seeds = {condition.name: (seed,) for condition in CORE}
-    return Request(size="demo", seeds=seeds, steps=steps, eval_tokens=EVAL_TOKENS, audit_untrained=False)
+    return Request(size="demo", seeds=seeds, steps=steps, eval_tokens=EVAL_TOKENS, audit_untrained=False, halting=False)
 
 
 def corners(results: Results, seed: int) -> list[Run]:

@@ -1,10 +1,11 @@
-"""One row of a grid or an atlas, as a process of its own: train or resume, evaluate, audit, probe.
+"""One row of a grid or an atlas, as a process of its own: train or resume, evaluate, audit, calibrate, probe.
 
     python -m loopscope.experiments.row_process FOLDER SPEC WAIT
 
 SPEC is a `RowSpec` as JSON, WAIT the seconds to wait for the row's lock. Each stage that is done is skipped, so the
 same command resumes after a crash. Exit codes: 0 finished, 65 failed in a way that a retry would repeat, 75 another
 process has the row, 130 interrupted (and saved), anything else a crash. Torch is imported once the row is ours.
+Under torchrun the first process does all this, and the others only train with it.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError
+from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, LoopscopeError, RunError, UnsupportedError
 from loopscope.experiments.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
     TRAINED_AUDIT,
     UNTRAINED_AUDIT,
     has_audit,
+    is_calibrated,
     is_complete,
     is_evaluated,
+    is_measured,
     read_record,
     write_record,
 )
 from loopscope.experiments.probe import PROBE, has_probe
 from loopscope.experiments.rows import EXTRA_LOOPS, RowSpec
 from loopscope.machine import limit_cpu_isa
-from loopscope.readings import RowRecord
+from loopscope.readings import CalibratedHalting, RowRecord
 from loopscope.runs import RunFolder, folder_written_whole, write_json
 from loopscope.scores import Evaluation
 
@@ -59,6 +62,8 @@ def main(folder: str, spec_json: str, wait: str) -> int:
     limit_cpu_isa()
     signal.signal(signal.SIGTERM, _interrupt)
     spec, run = RowSpec.from_json(spec_json), RunFolder(Path(folder))
+    if os.environ.get("RANK", "0") != "0":
+        return _train_along(spec, run)
     try:
         with run.locked(wait=float(wait)):  # a process that is just saving and leaving this row gets the time to do so
             return _run_noting(spec, run)
@@ -99,11 +104,34 @@ def _run_noting(spec: RowSpec, run: RunFolder) -> int:
     return EXIT_OK
 
 
+def _train_along(spec: RowSpec, run: RunFolder) -> int:
+    """What every process but the first does."""
+    if is_complete(run.path, spec):
+        return EXIT_OK
+    try:
+        return EXIT_INTERRUPTED if train_row(spec, run).outcome == "interrupted" else EXIT_OK
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except LoopscopeError:  # the first one meets it too, and says so
+        return EXIT_GIVEN_UP
+
+
 class GuardStopError(LoopscopeError):
     """A guard stopped the training; it would do so again."""
 
 
 def _run_stages(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
+    if not is_measured(run.path, spec):  # a row that has been is never trained again, even if its weights are gone
+        _train_and_measure(spec, run, record)
+    if spec.halting and not is_calibrated(run.path, spec):
+        with _stage(run, record, "calibrating"):
+            calibrate_row(spec, run)
+    if spec.probe:
+        with _stage(run, record, "probing"):
+            probe_row(spec, run)
+
+
+def _train_and_measure(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
     with _stage(run, record, "training"):
         if not spec.text:
             _copy_tokenizer(run)
@@ -118,9 +146,6 @@ def _run_stages(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
     if spec.audit:
         with _stage(run, record, "auditing"):
             audit_row(spec, run)
-    if spec.probe:
-        with _stage(run, record, "probing"):
-            probe_row(spec, run)
 
 
 @contextmanager
@@ -146,6 +171,8 @@ def train_row(spec: RowSpec, run: RunFolder) -> TrainingResult:
 
     setup = set_up(spec.config.training)
     with join(setup.device) as ranks:
+        if not ranks.is_first:
+            return train_in(run, spec.config, setup, ranks)
         return train_in(run, spec.config, setup, ranks, say=say, watching=_logging)
 
 
@@ -220,6 +247,28 @@ def audit_row(spec: RowSpec, run: RunFolder) -> None:
         write_json(run.path / UNTRAINED_AUDIT, audit(untrained, say=say).to_json())
     if not has_audit(run.path / TRAINED_AUDIT, spec.config.training.steps):
         write_json(run.path / TRAINED_AUDIT, audit(opened, say=say).to_json())
+
+
+def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
+    """halting.json: what a calibrated halting rule saves; a row that cannot tell any more says why."""
+    from loopscope.experiments.row_halting import measure_halting
+    from loopscope.targets import open_target
+    from loopscope.training.checkpoint import list_steps
+    from loopscope.verbs.text import tokens_for
+
+    steps, loops = spec.config.training.steps, spec.config.model.num_loops
+    checkpoints = list_steps(run.checkpoints)
+    if not checkpoints or int(checkpoints[-1].name.removeprefix("step-")) != steps:
+        gone = f"the checkpoint of step {steps} is gone, and with it what could be calibrated"
+        result = CalibratedHalting(step=steps, num_loops=loops, reason=gone)
+    else:
+        opened = open_target(run.path)
+        tokens_for(opened, None, say)  # text that is missing fails the row; text that is short is a result
+        try:
+            result = measure_halting(opened, steps, say)
+        except (DataError, UnsupportedError) as error:
+            result = CalibratedHalting(step=steps, num_loops=loops, reason=str(error))
+    write_json(run.path / "halting.json", result.to_json())
 
 
 def probe_row(spec: RowSpec, run: RunFolder) -> None:

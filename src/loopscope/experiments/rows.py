@@ -41,6 +41,8 @@ class RowSpec:
     audit: bool = True
     audit_untrained: bool = True
     """Whether the weights that training begins with are audited too, where anything is."""
+    halting: bool = False
+    """Whether a halting rule is calibrated on it."""
     probe: bool = False
     """Whether its motion, its first exit, cache policies and cost are measured too, as an atlas asks."""
 

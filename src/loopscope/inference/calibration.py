@@ -8,13 +8,13 @@ x is a unit's mean ΔCE against full depth, clipped to ±CLIP·b so that it is b
 (Waudby-Smith and Ramdas): somebody who bets against H with money that H would keep fair ends rich only by chance δ. The
 bound of Hoeffding and Bentkus is computed beside it; it is valid too, and looser.
 
-Shape legend: N units.
+Shape legend: N units, A articles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,10 +23,24 @@ CLIP = 5.0
 SHARE_OF_MOST = 0.75
 """Largest bet, as a share of the one that a single unit could lose altogether."""
 
+REGROUPINGS = 999
+"""Random regroupings that article means are compared with; p-values are then multiples of 0.001."""
+PASSES = 0.95
+"""How often a verification should pass a procedure that fails exactly as often as it may."""
+
+PValue = Callable[[np.ndarray, float, float], float]
+"""Losses, bound, level → p-value."""
+
 
 def clipped(losses_N: Sequence[float] | np.ndarray, b: float) -> np.ndarray:
     """Losses within ±CLIP·b."""
     return np.clip(np.asarray(losses_N, dtype=np.float64), -CLIP * b, CLIP * b)
+
+
+def _scaled(losses_N: Sequence[float] | np.ndarray, b: float) -> tuple[np.ndarray, float]:
+    """Clipped losses in [0, 1], and where the bound then lies."""
+    span = CLIP * b
+    return (clipped(losses_N, b) + span) / (2 * span), (b + span) / (2 * span)
 
 
 def betting_p_value(losses_N: Sequence[float] | np.ndarray, b: float, delta: float) -> float:
@@ -39,28 +53,24 @@ def betting_p_value(losses_N: Sequence[float] | np.ndarray, b: float, delta: flo
     chosen before y_i is seen: by Ville's inequality P(max wealth ≥ 1/p) ≤ p. The bets are those that would be best
     for the mean and variance seen so far and the level δ that is asked for.
     """
-    span = CLIP * b
-    y_N, m = (clipped(losses_N, b) + span) / (2 * span), (b + span) / (2 * span)
-    count, most = len(y_N), SHARE_OF_MOST / (1 - m)
-    log_wealth = best = 0.0
-    total, squares = 0.5, 0.25  # one imagined unit, in the middle and of the largest variance
-    for seen, y in enumerate(y_N, start=1):
-        variance = squares / seen
-        bet = min(most, math.sqrt(2 * math.log(1 / delta) / (variance * count)))
-        log_wealth += math.log1p(bet * (m - y))
-        best = max(best, log_wealth)
-        total += y
-        squares += (y - total / (seen + 1)) ** 2
-    return math.exp(-best)
+    y_N, m = _scaled(losses_N, b)
+    count, seen_N = len(y_N), np.arange(1, len(y_N) + 1)
+    # Mean and variance begin with one imagined unit, in the middle and of the largest variance.
+    mean_N = (0.5 + np.cumsum(y_N)) / (seen_N + 1)
+    squares_N = 0.25 + np.concatenate([[0.0], np.cumsum((y_N - mean_N) ** 2)[:-1]])
+    best_N = np.sqrt(2 * math.log(1 / delta) * seen_N / (squares_N * count))
+    wealth_N = np.cumsum(np.log1p(np.minimum(SHARE_OF_MOST / (1 - m), best_N) * (m - y_N)))
+    return math.exp(-max(0.0, float(wealth_N.max(initial=0.0))))
 
 
-def hoeffding_bentkus_p_value(losses_N: Sequence[float] | np.ndarray, b: float) -> float:
+def hoeffding_bentkus_p_value(losses_N: Sequence[float] | np.ndarray, b: float, delta: float | None = None) -> float:
     """p-value of H: E x > b by the bound of Hoeffding and Bentkus, x clipped to ±CLIP·b.
 
-    min{exp(−n·h(min(ȳ, m), m)), e·P(Binomial(n, m) ≤ ⌈n·ȳ⌉)},  h(a, m) = a·ln(a/m) + (1 − a)·ln((1 − a)/(1 − m))
+    It does not depend on the level δ that it is asked at.
+
+        min{exp(−n·h(min(ȳ, m), m)), e·P(Binomial(n, m) ≤ ⌈n·ȳ⌉)},  h(a, m) = a·ln(a/m) + (1 − a)·ln((1 − a)/(1 − m))
     """
-    span = CLIP * b
-    y_N, m = (clipped(losses_N, b) + span) / (2 * span), (b + span) / (2 * span)
+    y_N, m = _scaled(losses_N, b)
     count, mean = len(y_N), float(y_N.mean())
     low = min(mean, m)
     divergence = sum(p * math.log(p / q) if p > 0 else 0.0 for p, q in ((low, m), (1 - low, 1 - m)))
@@ -73,12 +83,54 @@ def hoeffding_bentkus_p_value(losses_N: Sequence[float] | np.ndarray, b: float) 
     return min(1.0, math.exp(-count * divergence), math.e * math.fsum(map(math.exp, logs)))
 
 
-def units_needed(b: float, delta: float, most: int = 10_000) -> int:
+def units_needed(b: float, delta: float, p_value: PValue = betting_p_value, most: int = 10_000) -> int:
     """Units at which a rule that changes nothing would be certified: fewer cannot promise anything."""
-    return next(n for n in range(1, most) if betting_p_value([0.0] * n, b, delta) <= delta)
+    return next(n for n in range(1, most) if p_value(np.zeros(n), b, delta) <= delta)
 
 
 def last_certified(p_values: Sequence[float], delta: float) -> int | None:
     """Index of the last threshold of a fixed sequence whose hypothesis, and all before it, is rejected."""
     passed = next((index for index, p in enumerate(p_values) if p > delta), len(p_values))
     return passed - 1 if passed else None
+
+
+def alike(losses_N: Sequence[float] | np.ndarray, articles_N: Sequence[int], seed: int = 0) -> float:
+    """p-value of "units of one article are no more alike than units of different ones".
+
+    The statistic is the spread of article means, Σ_a n_a·(x̄_a − x̄)²; its distribution without any likeness is that of
+    the same units dealt to articles of the same sizes at random, REGROUPINGS times. Where it is small, units are not
+    independent draws and what a unit adds to the evidence is counted too high: the article must be the unit.
+    """
+    x_N = np.asarray(losses_N, dtype=np.float64)
+    _, home_N = np.unique(np.asarray(articles_N), return_inverse=True)
+    sizes_A = np.bincount(home_N)
+    x_N = x_N - x_N.mean()
+
+    def spread(values_N: np.ndarray) -> float:
+        return float((np.bincount(home_N, weights=values_N) ** 2 / sizes_A).sum())
+
+    rng, observed = np.random.default_rng(seed), spread(x_N)
+    # Equal spreads count as reached: with one unit an article, or all units equal, nothing can be told.
+    reached = sum(spread(rng.permutation(x_N)) >= observed * (1 - 1e-9) for _ in range(REGROUPINGS))
+    return (1 + reached) / (1 + REGROUPINGS)
+
+
+def article_means(losses_N: np.ndarray, articles_N: Sequence[int]) -> np.ndarray:
+    """One loss an article, in the order in which articles first occur."""
+    homes = list(dict.fromkeys(articles_N))
+    members_N = np.asarray(articles_N)
+    return np.array([losses_N[members_N == home].mean() for home in homes])
+
+
+def failures_allowed(draws: int, confidence: float) -> int:
+    """The most failures among so many recalibrations that chance explains: P(Binomial(n, 1 − confidence) ≤ c) ≥ 0.95.
+
+    A procedure that fails exactly as often as it may passes with that probability; 15 of 200 at 95 %.
+    """
+    rate, total = 1 - confidence, 0.0
+    for count in range(draws + 1):
+        logs = math.lgamma(draws + 1) - math.lgamma(count + 1) - math.lgamma(draws - count + 1)
+        total += math.exp(logs + count * math.log(rate) + (draws - count) * math.log1p(-rate))
+        if total >= PASSES:
+            return count
+    return draws

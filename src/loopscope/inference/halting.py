@@ -4,8 +4,9 @@ A rule looks at a token after loop k and gives a score, the larger the readier; 
 score reaches the threshold, and at the last one in any case. Rules are per token and causal: nothing of later tokens,
 nothing of deeper loops.
 
-A token that has left at loop e shows its keys and values of loop e to later tokens at every deeper loop. On known text
-all tokens can then be run at once (`halt_on_text`): at loop k those that have left stay as they are, and one pass of K
+What a token that has left at loop e shows to later tokens at every deeper loop is the fill: copies of its keys and
+values of loop e, or those that the layers' maps make of its state h_e (`protocol.ProjectedKeys`). On known text all
+tokens can then be run at once (`halt_on_text`): at loop k those that have left stay as they are, and one pass of K
 loops gives exactly what decoding one token after another would.
 
 Shape legend: B rows, T tokens, D width, V vocabulary, K loops.
@@ -18,21 +19,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from loopscope.config import MOST_LOOPS
 from loopscope.errors import ConfigError, UnsupportedError, suggest
-from loopscope.files import Problems, read_json
+from loopscope.files import Problems, integer, read_json
+from loopscope.files import number as finite
 from loopscope.inference.cache import CachePolicy, KVCache
 from loopscope.inference.decoding import check_finite, device_of, last_logits
-from loopscope.protocol import Cache, Cached, ExitGate, LinearReadout, LoopState, Slot
+from loopscope.protocol import Cache, Cached, ExitGate, LinearReadout, LoopState, ProjectedKeys, Slot
 
 POLICY_VERSION = 1
 """Of the policy files that are read and written."""
 NEVER = float("-inf")
 """Score of a token that a rule cannot judge yet."""
+MOST_WIDTH = 1 << 17
+"""Widest state that a policy's probe is read for."""
+
+Fill = Literal["copy", "project"]
+"""What a token that has left shows at deeper loops: the keys and values of its exit, or those made of its state."""
+FILLS: tuple[Fill, ...] = get_args(Fill)
 
 
 # --- what a rule sees ------------------------------------------------------------------------------------------------
@@ -232,41 +241,81 @@ RULES: dict[str, type[Rule]] = {
 """Rules that need nothing but a threshold; a probe is fitted first."""
 
 
-def rule_of(name: str) -> Rule:
-    """The rule of that name."""
+def rule_of(name: str, flag: str = "halting") -> Rule:
+    """The rule of that name; `flag` is where it was named."""
+    if name == Probe.name:
+        raise ConfigError.of(
+            flag, name, "is fitted to a model: `loopscope calibrate TARGET --rule probe -o policy.json` writes it"
+        )
     if name not in RULES:
-        raise ConfigError.of("halting", name, suggest(name, RULES))
+        raise ConfigError.of(flag, name, suggest(name, (*RULES, Probe.name)))
     return RULES[name]()
 
 
-def parse_halting(text: str) -> Halting:
+def parse_halting(text: str, flag: str = "halting") -> Halting:
     """RULE:THRESHOLD, as in margin:2.5, or a policy file that `loopscope calibrate` wrote."""
     if text.endswith(".json"):
-        return read_policy(Path(text))
+        return read_policy(Path(text), flag)
     name, _, number = text.partition(":")
     try:
         threshold = float(number)
     except ValueError:
         threshold = float("nan")
     if threshold != threshold:
-        raise ConfigError.of("halting", text, f"expected a policy.json or RULE:THRESHOLD; rules: {', '.join(RULES)}")
-    return Halting(rule_of(name), threshold)
+        raise ConfigError.of(flag, text, f"expected a policy.json or RULE:THRESHOLD; rules: {', '.join(RULES)}")
+    return Halting(rule_of(name, flag), threshold)
 
 
-def read_policy(path: Path) -> Halting:
+def read_policy(path: Path, flag: str = "halting") -> Halting:
     """The rule and threshold of a policy file; a threshold of null never leaves."""
     problems: Problems = {}
     found = read_json(path, problems)
     if found is None:
         why = "cannot be read as JSON" if problems else "no such file"
-        raise ConfigError.of(
-            "halting", str(path), f"{why}; `loopscope calibrate TARGET -o {path.name}` writes a policy"
-        )
-    threshold = found.get("threshold", float("nan"))
-    is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool) and threshold == threshold
-    if found.get("schema_version") != POLICY_VERSION or not (threshold is None or is_number):
-        raise ConfigError.of("halting", str(path), "is not a policy that `loopscope calibrate` wrote")
-    return Halting(rule_of(str(found.get("rule"))), float("inf") if threshold is None else float(threshold))
+        raise ConfigError.of(flag, str(path), f"{why}; `loopscope calibrate TARGET -o {path.name}` writes a policy")
+    try:
+        return _policy(found)
+    except ValueError as error:
+        why = f"is not a policy that `loopscope calibrate` wrote: {error}"
+        raise ConfigError.of(flag, str(path), why) from None
+
+
+def _policy(found: dict[str, Any]) -> Halting:
+    """A policy as its file holds it; a ValueError says what is not as it was written."""
+    if found.get("schema_version") != POLICY_VERSION:
+        raise ValueError(f"schema_version is not {POLICY_VERSION}")
+    threshold = finite(found.get("threshold"))
+    if threshold is None and ("threshold" not in found or found["threshold"] is not None):
+        raise ValueError("threshold is neither a number nor null")
+    fill = next((each for each in FILLS if each == found.get("fill", FILLS[0])), None)
+    if fill is None:
+        raise ValueError(f"fill is none of {', '.join(FILLS)}")
+    num_loops, width = (_count(found, name, most) for name, most in (("num_loops", MOST_LOOPS), ("width", MOST_WIDTH)))
+    name = str(found.get("rule"))
+    rule = _probe(found.get("probe"), num_loops, width) if name == Probe.name else rule_of(name)
+    return Halting(rule, float("inf") if threshold is None else threshold, fill, num_loops, width)
+
+
+def _count(found: dict[str, Any], name: str, most: int) -> int | None:
+    """A whole number from 1 to `most`, or None where there is none."""
+    count = integer(found.get(name))
+    if found.get(name) is not None and (count is None or not 1 <= count <= most):
+        raise ValueError(f"{name} is not a whole number from 1 to {most:,}")
+    return count
+
+
+def _probe(found: object, num_loops: int | None, width: int | None) -> Probe:
+    """One row of `width` finite weights and a bias for every loop but the last."""
+    match found:
+        case {"weights": [*rows], "biases": [*biases]} if num_loops is not None and width is not None:
+            weights_KD = [[finite(each) for each in row] for row in rows if isinstance(row, list) and len(row) == width]
+            biases_K = [finite(each) for each in biases]
+            if len(rows) == len(weights_KD) == len(biases_K) == num_loops - 1:
+                finite_KD = [[each for each in row if each is not None] for row in weights_KD]
+                finite_K = [each for each in biases_K if each is not None]
+                if finite_KD == weights_KD and finite_K == biases_K:
+                    return Probe(finite_KD, finite_K)
+    raise ValueError("probe is not a row of width finite weights and a bias for every loop but the last")
 
 
 @dataclass(frozen=True)
@@ -275,6 +324,24 @@ class Halting:
 
     rule: Rule
     threshold: float
+    fill: Fill = "copy"
+    num_loops: int | None = None
+    """The full depth it was calibrated at; None where it was not."""
+    width: int | None = None
+    """Of the states it was calibrated on; None where it was not."""
+
+    def check_fits(self, model: Cached, num_loops: int) -> None:
+        """Refuse a policy that was calibrated on a model of another depth or width, or whose fill this one lacks."""
+        if self.num_loops is not None and self.num_loops != num_loops:
+            why = f"was calibrated at {self.num_loops} loops, and {num_loops} are asked for: nothing is promised there"
+            raise ConfigError.of("halting", self.rule.name, why)
+        if self.width is not None:
+            width = model.embed(torch.zeros(1, 1, dtype=torch.long, device=device_of(model))).h_BTD.shape[-1]
+            if width != self.width:
+                why = f"was calibrated on states of width {self.width}, and those of this model have {width}"
+                raise ConfigError.of("halting", self.rule.name, why)
+        if self.fill == "project":
+            ProjectedKeys.needed(model, "the fill project")
 
     def leaves(self, look: Look) -> Tensor:
         """Leaving_BT: who leaves at this loop."""
@@ -287,11 +354,21 @@ class Halting:
 
 
 class _Filled:
-    """A cache for one pass over known text, in which tokens that have left show the keys of their exit."""
+    """A cache for one pass over known text, in which tokens that have left show what their fill says."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Cached, fill: Fill) -> None:
         self.left_BT: Tensor | None = None
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._model = ProjectedKeys.needed(model, "the fill project") if fill == "project" else None
+        self._projecting = False
+        self._shown: dict[int, tuple[Tensor, Tensor]] = {}
+        """By layer, what tokens that have left show at this loop."""
+
+    def begin(self, state: LoopState, k: int) -> None:
+        """Before loop k: what those that have left show there; of the others it is not looked at."""
+        if self._model is not None and self.left_BT is not None and self.left_BT.any():
+            self._projecting = True
+            self._model.project(state, [k], self)
+            self._projecting = False
 
     def positions(self, tokens: int) -> Tensor:
         return torch.arange(tokens)[None]
@@ -306,12 +383,15 @@ class _Filled:
                 "halting on known text in one pass needs a readout that looks at one token alone; this model's coda "
                 "attends to others, which leave at loops of their own: decode it token by token"
             )
-        if part == "core":
-            if layer in self._kept and self.left_BT is not None:
+        if self._projecting:
+            self._shown[layer] = k_BHTC, v_BHTC
+        elif part == "core":
+            if layer in self._shown and self.left_BT is not None:
                 left_B1T1 = self.left_BT[:, None, :, None]
-                old_k, old_v = self._kept[layer]
+                old_k, old_v = self._shown[layer]
                 k_BHTC, v_BHTC = torch.where(left_B1T1, old_k, k_BHTC), torch.where(left_B1T1, old_v, v_BHTC)
-            self._kept[layer] = k_BHTC, v_BHTC
+            if self._model is None:
+                self._shown[layer] = k_BHTC, v_BHTC
         return k_BHTC, v_BHTC
 
 
@@ -330,7 +410,7 @@ def halt_on_text(
     model: Cached, ids_BT: Tensor, targets_BT: Tensor, halting: Halting, *, num_loops: int, prompt: int = 0
 ) -> Halted:
     """Run known text under a rule in one pass of K loops; the first `prompt` tokens go to full depth."""
-    cache = _Filled()
+    cache = _Filled(model, halting.fill)
     state = model.embed(ids_BT, cache)
     device = state.h_BTD.device
     cache.left_BT = torch.zeros(ids_BT.shape, dtype=torch.bool, device=device)
@@ -339,6 +419,7 @@ def halt_on_text(
     in_prompt_T = torch.arange(ids_BT.shape[1], device=device) < prompt
     look: Look | None = None
     for k in range(1, num_loops + 1):
+        cache.begin(state, k)
         state = _kept_where(cache.left_BT, state, model.loop(state, k, cache))
         look = Look(model, state, k, num_loops, cache, look)
         leaves_BT = halting.leaves(look) & ~cache.left_BT
@@ -421,8 +502,9 @@ class HaltingRunner:
             for place in leaves_B.nonzero()[:, 0].tolist():
                 index = running[place]
                 logits[index], self._spent[numbers[index]] = look.logits_BTV[place, -1], k
-                if k < self.num_loops:
-                    self.cache.leave(rows[index], starts[index], k, self.num_loops)
+            if k < self.num_loops:
+                gone = [index for index, leaves in zip(running, leaves_B.tolist(), strict=True) if leaves]
+                self._fill(state.take(leaves_B), k, [rows[index] for index in gone], [starts[index] for index in gone])
             stays_B = ~leaves_B
             running = [index for index, stays in zip(running, stays_B.tolist(), strict=True) if stays]
             if not running:
@@ -430,3 +512,12 @@ class HaltingRunner:
             state, look = state.take(stays_B), look.take(stays_B)
             view = self.cache.at([rows[index] for index in running], [starts[index] for index in running])
         return torch.stack([logits[index] for index in range(len(rows))])
+
+    def _fill(self, state: LoopState, k: int, rows: Sequence[int], starts: Sequence[int]) -> None:
+        """What tokens that leave after loop k, at these places of the cache, show at deeper loops."""
+        if self.halting.fill == "project":
+            model = ProjectedKeys.needed(self.model, "the fill project")
+            model.project(state, range(k + 1, self.num_loops + 1), self.cache.at(rows, starts))
+        else:
+            for row, start in zip(rows, starts, strict=True):
+                self.cache.leave(row, start, k, self.num_loops)

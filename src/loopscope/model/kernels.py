@@ -12,6 +12,9 @@ Shape legend: N tokens (all leading dimensions), D width, F hidden width of the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,7 +32,25 @@ def worthwhile(module: nn.Module, x: Tensor) -> bool:
         return False
     eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     full_precision = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
-    return eager and x.device.type == "cpu" and full_precision
+    return eager and (x.device.type == "cpu" or (x.is_meta and _on_meta.get())) and full_precision
+
+
+_on_meta: ContextVar[bool] = ContextVar("hand-written gradients on the meta device", default=False)
+
+
+@contextmanager
+def hand_written_everywhere(wanted: bool = True) -> Iterator[None]:
+    """Run the hand-written gradients on the meta device too, where a step is counted as a CPU would run it."""
+    before = _on_meta.set(wanted)
+    try:
+        yield
+    finally:
+        _on_meta.reset(before)
+
+
+def fused_rms_norm(x: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+    """RMSNorm that keeps x and 1/s alone, as the fused kernels of GPUs do."""
+    return _RMSNorm.apply(x, gain_D, eps)
 
 
 class RMSNorm(nn.RMSNorm):

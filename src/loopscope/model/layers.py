@@ -6,8 +6,9 @@ Shape legend: B batch, T tokens, S tokens attended to, D width, H heads, G key/v
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +40,70 @@ class Rotation:
 torch.utils._pytree.register_dataclass(Rotation)
 
 
+class TaperNorm(nn.Module):
+    """g·γ∘x/r + (1 − g)·c·γ₂∘x with r = √(mean x² + eps): an RMSNorm that becomes a fixed map (arXiv 2602.10408).
+
+    The gate g is a buffer that training moves (`taper_to`). While it is 1, c follows the constant that fits the norm
+    best in least squares, and γ₂ follows γ:
+
+        c = E[‖γ∘x‖²/r] / E[‖γ∘x‖²]        running means over training batches, in every call of the module
+    """
+
+    gate: Tensor
+    moments: Tensor
+
+    def __init__(self, width: int, eps: float, start: float = 1.0) -> None:
+        super().__init__()
+        self.eps, self.start = eps, start
+        self.weight, self.linear_weight = (nn.Parameter(torch.ones(width)) for _ in range(2))
+        self.register_buffer("gate", torch.tensor(start))
+        self.register_buffer("moments", torch.zeros(2))
+
+    @torch.no_grad()
+    def taper_to(self, progress: float, *, hold: float = 0.3) -> None:
+        """Set the gate for a training progress in [0, 1]: its start until `hold`, then a cosine down to 0."""
+        fraction = min(max((progress - hold) / (1 - hold), 0.0), 1.0)
+        self.gate.fill_(self.start * 0.5 * (1 + math.cos(math.pi * fraction)))
+        if not fraction:
+            self.linear_weight.copy_(self.weight)
+
+    @property
+    def constant(self) -> Tensor:
+        """c; 1 before the first training batch. Both means start at 0, which cancels in their ratio."""
+        return torch.where(self.moments[1] > 0, self.moments[0] / self.moments[1].clamp(min=1e-30), 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        r = scale_of(wide, self.eps)
+        if self.training:
+            self._calibrate((self.weight * wide).detach().square().sum(-1, keepdim=True), r.detach())
+        gained = self.gate * self.weight * wide / r + (1 - self.gate) * self.constant * self.linear_weight * wide
+        return gained.to(x.dtype)
+
+    @torch.no_grad()
+    def _calibrate(self, energy: Tensor, r: Tensor, momentum: float = 0.01) -> None:
+        """While the gate is at 1; a batch that is not finite changes nothing."""
+        batch = torch.stack([(energy / r).mean(), energy.mean()]).to(self.moments.dtype)
+        wanted = batch.isfinite().all() & (self.gate == 1)
+        self.moments.copy_(torch.where(wanted, torch.lerp(self.moments, batch, momentum), self.moments))
+
+
+def scale_of(h_BTD: Tensor, eps: float) -> Tensor:
+    """s_BT1 = √(mean over width of h² + eps), in float32 at least: the square of a large half overflows."""
+    wide_BTD = h_BTD.to(torch.promote_types(h_BTD.dtype, torch.float32))
+    return (wide_BTD.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+
+
+NORMS: dict[str, Callable[[int, float], nn.Module]] = {
+    "rmsnorm": lambda width, eps: RMSNorm(width, eps=eps),
+    "layernorm": lambda width, eps: nn.LayerNorm(width, eps=eps),
+    "taper": TaperNorm,
+}
+
+
 def make_norm(kind: str, width: int, eps: float) -> nn.Module:
-    """RMSNorm h/√(mean h² + eps)·g, or LayerNorm, which also removes the mean and adds a bias."""
-    return RMSNorm(width, eps=eps) if kind == "rmsnorm" else nn.LayerNorm(width, eps=eps)
+    """RMSNorm h/√(mean h² + eps)·g; LayerNorm, which also removes the mean and adds a bias; or TaperNorm."""
+    return NORMS[kind](width, eps)
 
 
 def make_optional_norm(kind: str, config: ModelConfig) -> nn.Module | None:
@@ -137,10 +199,15 @@ class Attention(nn.Module):
         slot: Slot,
         inner: nn.Module | None = None,
         more_values_BTGC: Tensor | None = None,
+        query_BTD: Tensor | None = None,
     ) -> Tensor:
-        """W_O inner(heads(norm(x))), or W_O inner(σ(W_G norm(x))∘heads(norm(x)))."""
+        """W_O inner(heads(norm(x))), or W_O inner(σ(W_G norm(x))∘heads(norm(x))); queries may be made of another x."""
         batch, tokens, _ = x_BTD.shape
-        heads_BTHC = norm_linear(x_BTD, norm, self.qkv).view(batch, tokens, -1, self.head_width)
+        if query_BTD is None:
+            heads = norm_linear(x_BTD, norm, self.qkv)
+        else:
+            heads = self._with_queries_of(query_BTD, x_BTD, norm)
+        heads_BTHC = heads.view(batch, tokens, -1, self.head_width)
         *gate_BTHC, qk, v = heads_BTHC.tensor_split(self.cuts, 2)
         if more_values_BTGC is not None:
             v = v + more_values_BTGC
@@ -161,6 +228,32 @@ class Attention(nn.Module):
         for gate in gate_BTHC:
             attended_BTHC = gate.sigmoid() * attended_BTHC
         return norm_linear(attended_BTHC.reshape(batch, tokens, -1), inner, self.out)
+
+    def _with_queries_of(self, query_BTD: Tensor, x_BTD: Tensor, norm: nn.Module | None) -> Tensor:
+        """The projection of x in which the rows of the queries read `query_BTD` instead, behind the same norm."""
+        if norm is not None:
+            query_BTD, x_BTD = norm(query_BTD), norm(x_BTD)
+        gates = (self.cuts[0] if len(self.cuts) == 2 else 0) * self.head_width
+        queries = self.num_heads * self.head_width
+        gate_rows, query_rows, other_rows = self.qkv.weight.tensor_split([gates, gates + queries])
+        parts = [F.linear(x_BTD, gate_rows)] if gates else []
+        return torch.cat([*parts, F.linear(query_BTD, query_rows), F.linear(x_BTD, other_rows)], -1)
+
+    def keys_and_values(
+        self, x_BTD: Tensor, norm: nn.Module | None, rotary: Rotation | None, more_values_BTGC: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of norm(x), as `forward` gives them to a cache, without queries or attention."""
+        rows = 2 * self.kv_heads * self.head_width  # the last ones of the fused projection
+        both = F.linear(x_BTD if norm is None else norm(x_BTD), self.qkv.weight[-rows:])
+        k, v = both.unflatten(-1, (-1, self.head_width)).chunk(2, 2)
+        if more_values_BTGC is not None:
+            v = v + more_values_BTGC
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if self.qk_bias is not None:
+            k = k + self.qk_bias[self.num_heads :, None]
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return (k if rotary is None else rotate(k, rotary, interleaved=self.interleaved)), v
 
 
 def _head_norm(config: ModelConfig) -> nn.Module | None:
@@ -192,11 +285,11 @@ def causal_attention(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, mask: Tenso
 class FeedForward(nn.Module):
     """SwiGLU down(silu(gate x)·up x), or a plain two-layer network with GELU, ReLU² or ½·ReLU² (Parcae)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, hidden: int | None = None) -> None:
         super().__init__()
-        self.kind = config.mlp
-        self.up = nn.Linear(config.width, config.mlp_hidden * (2 if config.mlp == "swiglu" else 1), bias=False)
-        self.out = nn.Linear(config.mlp_hidden, config.width, bias=False)
+        self.kind, hidden = config.mlp, hidden or config.mlp_hidden
+        self.up = nn.Linear(config.width, hidden * (2 if config.mlp == "swiglu" else 1), bias=False)
+        self.out = nn.Linear(hidden, config.width, bias=False)
 
     def forward(self, x_BTD: Tensor, norm: nn.Module | None, inner: nn.Module | None = None) -> Tensor:
         """out(inner(activation(up(norm(x)))))."""
@@ -213,17 +306,72 @@ class FeedForward(nn.Module):
         return norm_linear(activated, inner, self.out)
 
 
-class Ledger(Protocol):
-    """What a placement sees of the plan's ledger of saved activations (`training.activations`): tensors by name."""
+class MixtureOfExperts(nn.Module):
+    """Each token goes to the k of E feed-forwards that its router likes best (arXiv 2605.09165: 2 of 8).
 
-    def keep(self, name: str, bytes_per_token: int) -> None:
-        """Enter a tensor; one that two operations save is entered under one name, and counts once."""
+        p = softmax(W_r x)        out = Σ over the k largest of p_i/Σp · expert_i(x)
 
-    def keep_state(self, name: str) -> None:
-        """Enter a tensor of the residual stream."""
+    An expert has 1/k of the feed-forward's hidden width, so that a token multiplies as many weights as without. In
+    training the router leaves two numbers per call for the model's own losses (`RouterLoss`):
 
-    def norm(self, name: str, x: str) -> None:
-        """Enter what a layer's norm of x saves."""
+        balance = E·Σ_i f_i·p̄_i        f_i share of choices that fell on i, p̄_i its mean probability; 1 when even
+        z       = mean (log Σ_i exp logit_i)²
+
+    Chosen here: the router reads the normed input, its softmax is float32 at least, and the weights of those chosen sum
+    to 1.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.chosen = config.experts_per_token
+        self.router = nn.Linear(config.width, config.num_experts, bias=False)
+        hidden = config.mlp_hidden // self.chosen
+        self.experts = nn.ModuleList(FeedForward(config, hidden) for _ in range(config.num_experts))
+        self.calls: list[tuple[Tensor, Tensor]] = []
+        """(balance, z) of every call since the last `forget`."""
+
+    def forget(self) -> None:
+        """A new pass begins."""
+        self.calls.clear()
+
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters of the experts that a token does not go to."""
+        stored = sum(parameter.numel() for parameter in self.experts.parameters())
+        return stored - stored * self.chosen // len(self.experts)
+
+    def forward(self, x_BTD: Tensor, norm: nn.Module | None, inner: nn.Module | None = None) -> Tensor:
+        """Every expert runs once, on the tokens that chose it."""
+        x_ND = (x_BTD if norm is None else norm(x_BTD)).flatten(0, -2)
+        logits_NE = self.router(x_ND)
+        logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
+        p_NE = logits_NE.softmax(-1)
+        best_NK, experts_NK = p_NE.topk(self.chosen, -1)
+        if self.training:
+            self._remember(logits_NE, p_NE, experts_NK)
+        share_R = (best_NK / best_NK.sum(-1, keepdim=True)).to(x_ND.dtype).flatten()
+        order_R = experts_NK.flatten().argsort(stable=True)
+        rows_R = order_R // self.chosen
+        parts = [
+            expert(x_MD, None, inner)
+            for expert, x_MD in zip(self.experts, x_ND[rows_R].split(self._loads(experts_NK)), strict=True)
+        ]
+        out_RD = torch.cat(parts) * share_R[order_R, None]
+        return torch.zeros_like(x_ND, dtype=out_RD.dtype).index_add(0, rows_R, out_RD).view(x_BTD.shape)
+
+    def _loads(self, experts_NK: Tensor) -> list[int]:
+        """Choices that fell on each expert; without numbers (on the meta device) an even deal."""
+        count = len(self.experts)
+        if experts_NK.is_meta:
+            return [experts_NK.numel() // count + (index < experts_NK.numel() % count) for index in range(count)]
+        loads: list[int] = experts_NK.flatten().bincount(minlength=count).tolist()
+        return loads
+
+    def _remember(self, logits_NE: Tensor, p_NE: Tensor, experts_NK: Tensor) -> None:
+        hits_NE = torch.zeros_like(p_NE).scatter_add(1, experts_NK, torch.ones_like(experts_NK, dtype=p_NE.dtype))
+        balance = p_NE.shape[-1] * (hits_NE.mean(0) / self.chosen * p_NE.mean(0)).sum()
+        self.calls.append((balance, logits_NE.logsumexp(-1).square().mean()))
 
 
 class PreNorm(nn.Module):
@@ -231,21 +379,23 @@ class PreNorm(nn.Module):
 
     Every other placement is a subclass. It is made once per residual branch, and decides five things about it:
 
+        open          what the branch reads of the stream: x itself, unless the input e is recalled
         norm          opens the branch: what its first matrix reads is norm(x), or x itself where it is None
         inner         sits before the branch's last matrix, on the joined heads or the activated hidden layer; or None
         after         how the branch's output joins the stream
         initialise    what becomes of the branch's matrices once they have been drawn
-        saves         what autograd keeps of `after`, so that the plan stays right
 
-    The branch applies `norm` and `inner` together with its matrices, which saves memory (see `kernels`). The plan knows
-    what a norm keeps in these two places; any other `inner` is taken for a product with a parameter, which keeps its
-    input.
+    The branch applies `norm` and `inner` together with its matrices, which saves memory (see `kernels`).
     """
 
     def __init__(self, config: ModelConfig, branch: Branch) -> None:
         super().__init__()
         self.norm: nn.Module | None = make_norm(config.norm, config.width, config.norm_eps)
         self.inner: nn.Module | None = None
+
+    def open(self, x_BTD: Tensor, e_BTD: Tensor | None) -> Tensor:
+        """What the branch reads of the stream, given the embedded input where there is one (in core and coda)."""
+        return x_BTD
 
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         """How the branch's output joins the stream."""
@@ -258,9 +408,6 @@ class PreNorm(nn.Module):
         elif (std := init_std(config)) is not None:
             draw(branch.out.weight, std / math.sqrt(2 * config.total_layers), config)
 
-    def saves(self, ledger: Ledger, name: str, x: str) -> None:
-        """Enter what autograd keeps of `after`, for the branch `name` of the stream x: of a sum, nothing."""
-
 
 class SumNorm(PreNorm):
     """norm'(x + f(norm(x))): the sum is normalised too, so no scale survives a layer (Huginn)."""
@@ -272,9 +419,6 @@ class SumNorm(PreNorm):
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         return self.sum_norm(x_BTD + branch_BTD)
 
-    def saves(self, ledger: Ledger, name: str, x: str) -> None:
-        ledger.norm(f"{name}.sum_norm", f"{name}.sum")
-
 
 class SandwichNorm(PreNorm):
     """x + norm'(f(norm(x))): every branch writes a bounded amount, the stream still carries its scale (Ouro)."""
@@ -285,9 +429,6 @@ class SandwichNorm(PreNorm):
 
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         return x_BTD + self.branch_norm(branch_BTD)
-
-    def saves(self, ledger: Ledger, name: str, x: str) -> None:
-        ledger.norm(f"{name}.branch_norm", f"{name}.branch")
 
 
 class HeadScale(nn.Module):
@@ -332,12 +473,6 @@ class NormFormer(PreNorm):
             x_BTD = self.residual * x_BTD
         return x_BTD + (branch_BTD if self.branch_norm is None else self.branch_norm(branch_BTD))
 
-    def saves(self, ledger: Ledger, name: str, x: str) -> None:
-        if self.residual is not None:
-            ledger.keep_state(x)  # for the gradient of w_res
-        if self.branch_norm is not None:
-            ledger.norm(f"{name}.branch_norm", f"{name}.branch")
-
 
 class DeepNorm(SumNorm):
     """Post-norm with a weighted residual and smaller matrices, so that very deep stacks train (arXiv 2203.00555).
@@ -356,10 +491,13 @@ class DeepNorm(SumNorm):
     its scale: it is removed. A scale put there from outside would be read, for f is not blind to it.
     """
 
+    exponent: ClassVar[float] = 0.25
+
     def __init__(self, config: ModelConfig, branch: Branch) -> None:
         super().__init__(config, branch)
         self.norm = None
-        self.alpha, self.beta = (2 * config.total_layers) ** 0.25, (8 * config.total_layers) ** -0.25
+        self.alpha = (2 * config.total_layers) ** self.exponent
+        self.beta = (8 * config.total_layers) ** -self.exponent
 
     def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
         return self.sum_norm(self.alpha * x_BTD + branch_BTD)
@@ -374,6 +512,43 @@ class DeepNorm(SumNorm):
             branch.up.weight.mul_(self.beta)
 
 
+class DeepLoop(DeepNorm):
+    """DeepNorm for loops: x ← LN(α·x + f(x)), α = (2M)^½, β = (8M)^−½, M the unrolled depth (arXiv 2607.13491)."""
+
+    exponent: ClassVar[float] = 0.5
+
+
+class OneOverN(PreNorm):
+    """x + N⁻¹·(L/12)^−½·f(norm(x)): N loops add up to as much as one would (arXiv 2606.18524).
+
+    N is the trained number of loops, more of them at test time do not change it; L counts layers, each once, prelude
+    and coda included. Chosen here: both branches of all layers have the factor, and matrices are drawn as for `pre`.
+    """
+
+    def __init__(self, config: ModelConfig, branch: Branch) -> None:
+        super().__init__(config, branch)
+        layers = config.prelude_layers + config.num_layers + config.coda_layers
+        self.factor = 1 / config.num_loops / math.sqrt(layers / 12)
+
+    def after(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        return x_BTD + self.factor * branch_BTD
+
+
+class RecallNorm(SumNorm):
+    """norm'(x + f(norm(W_r·[x; e]))): every branch recalls the input, and the sum is normalised (arXiv 2604.15259).
+
+    W_r is 2d → d without bias, one for each branch. In a loop: the outer norm removes the scale of the state.
+    """
+
+    def __init__(self, config: ModelConfig, branch: Branch) -> None:
+        super().__init__(config, branch)
+        self.recall = nn.Linear(2 * config.width, config.width, bias=False)
+
+    def open(self, x_BTD: Tensor, e_BTD: Tensor | None) -> Tensor:
+        assert e_BTD is not None, "ModelConfig allows no prelude, where there is no input to recall yet"
+        return self.recall(torch.cat([x_BTD, e_BTD], -1))
+
+
 # A further placement is one class, one line here, and its name among those of `ModelConfig.norm_placement`.
 NORM_PLACEMENTS: dict[str, type[PreNorm]] = {
     "pre": PreNorm,
@@ -381,12 +556,33 @@ NORM_PLACEMENTS: dict[str, type[PreNorm]] = {
     "sandwich": SandwichNorm,
     "normformer": NormFormer,
     "deepnorm": DeepNorm,
+    "deeploop": DeepLoop,
+    "one-over-n": OneOverN,
+    "recall": RecallNorm,
 }
 
 
 def make_placement(config: ModelConfig, branch: Branch) -> PreNorm:
     """The norms around one residual branch."""
     return NORM_PLACEMENTS[config.norm_placement](config, branch)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What layers may read besides the stream; all of it may be absent."""
+
+    ids_BT: Tensor | None = None
+    """Token ids, for value embeddings."""
+    input_BTD: Tensor | None = None
+    """The embedded input, for placements that recall it."""
+    query_BTD: Tensor | None = None
+    """What every layer makes its queries of, instead of the stream."""
+    queried_B11: Tensor | None = None
+    """The rows that do so; None means all."""
+
+
+torch.utils._pytree.register_dataclass(Beside)
+NOTHING_BESIDE = Beside()
 
 
 class Layer(nn.Module):
@@ -396,30 +592,50 @@ class Layer(nn.Module):
         super().__init__()
         self.value_embedding = ValueEmbedding(config) if with_value_embedding else None
         self.attention, self.attention_norms = Attention(config), make_placement(config, "attention")
-        self.feed_forward, self.feed_forward_norms = FeedForward(config), make_placement(config, "feed_forward")
+        self.feed_forward: FeedForward | MixtureOfExperts
+        self.feed_forward = FeedForward(config) if config.num_experts is None else MixtureOfExperts(config)
+        self.feed_forward_norms = make_placement(config, "feed_forward")
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot, ids_BT: Tensor | None = None
+        self, x_BTD: Tensor, rotary: Rotation | None, cache: Cache | None, slot: Slot, beside: Beside = NOTHING_BESIDE
     ) -> Tensor:
-        norms, more_values_BTGC = self.attention_norms, None
-        if self.value_embedding is not None:
-            assert ids_BT is not None
-            more_values_BTGC = self.value_embedding(x_BTD if norms.norm is None else norms.norm(x_BTD), ids_BT)
-        branch_BTD = self.attention(x_BTD, norms.norm, rotary, cache, slot, norms.inner, more_values_BTGC)
+        norms, query_BTD = self.attention_norms, beside.query_BTD
+        read_BTD = norms.open(x_BTD, beside.input_BTD)
+        more_values_BTGC = self._more_values(read_BTD, beside.ids_BT)
+        if query_BTD is not None and beside.queried_B11 is not None:
+            query_BTD = torch.where(beside.queried_B11, query_BTD, read_BTD)
+        branch_BTD = self.attention(read_BTD, norms.norm, rotary, cache, slot, norms.inner, more_values_BTGC, query_BTD)
         if self.training:
             branch_BTD = self.dropout(branch_BTD)
         x_BTD = norms.after(x_BTD, branch_BTD)
         norms = self.feed_forward_norms
-        branch_BTD = self.feed_forward(x_BTD, norms.norm, norms.inner)
+        branch_BTD = self.feed_forward(norms.open(x_BTD, beside.input_BTD), norms.norm, norms.inner)
         if self.training:
             branch_BTD = self.dropout(branch_BTD)
         return norms.after(x_BTD, branch_BTD)
 
+    def keys_and_values(self, x_BTD: Tensor, rotary: Rotation | None, beside: Beside) -> tuple[Tensor, Tensor]:
+        """What attention would show of x."""
+        norms = self.attention_norms
+        read_BTD = norms.open(x_BTD, beside.input_BTD)
+        more_values_BTGC = self._more_values(read_BTD, beside.ids_BT)
+        return self.attention.keys_and_values(read_BTD, norms.norm, rotary, more_values_BTGC)
+
+    def _more_values(self, read_BTD: Tensor, ids_BT: Tensor | None) -> Tensor | None:
+        if self.value_embedding is None:
+            return None
+        assert ids_BT is not None
+        norm = self.attention_norms.norm
+        return self.value_embedding(read_BTD if norm is None else norm(read_BTD), ids_BT)
+
     def initialise(self, config: ModelConfig) -> None:
         """The placement's word on the matrices of both branches, once all of the model's are drawn."""
         self.attention_norms.initialise(self.attention, config)
-        self.feed_forward_norms.initialise(self.feed_forward, config)
+        experts = self.feed_forward.experts if isinstance(self.feed_forward, MixtureOfExperts) else [self.feed_forward]
+        for expert in experts:
+            assert isinstance(expert, FeedForward)
+            self.feed_forward_norms.initialise(expert, config)
 
 
 class Stack(nn.Module):
@@ -440,12 +656,9 @@ class Stack(nn.Module):
         cache: Cache | None = None,
         k: Loop = 0,
         first_slot: int = 0,
-        ids_BT: Tensor | None = None,
+        beside: Beside = NOTHING_BESIDE,
     ) -> Tensor:
-        """All layers; a loop that runs more than one stack, or one more than once, gives each run its first slot.
-
-        `ids_BT` is for value embeddings.
-        """
+        """All layers; a loop that runs more than one stack, or one more than once, gives each run its first slot."""
         for index, layer in enumerate(self.layers, start=first_slot):
-            x_BTD = layer(x_BTD, rotary, cache, (self.part, k, index), ids_BT)
+            x_BTD = layer(x_BTD, rotary, cache, (self.part, k, index), beside)
         return x_BTD

@@ -7,16 +7,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from loopscope.config import ModelConfig
 from loopscope.errors import DataError
-from loopscope.model.layers import Layer, Rotation, Stack, draw, init_std, make_optional_norm, rotation
-from loopscope.model.readouts import Norm, Taper, hidden_by, make_readout
-from loopscope.model.recurrence import Context, DiagonalInjection, Recurrence
+from loopscope.model.layers import (
+    Beside,
+    Layer,
+    MixtureOfExperts,
+    Rotation,
+    Stack,
+    TaperNorm,
+    draw,
+    init_std,
+    make_optional_norm,
+    rotation,
+)
+from loopscope.model.own_losses import PonderCost, RouterBalance, RouterZLoss
+from loopscope.model.readouts import Norm, hidden_by, make_readout
+from loopscope.model.recurrence import RECURRENCES, Context, DiagonalInjection, ForgetfulInjection
 from loopscope.objectives.placement import Objective, ObjectiveResult
+from loopscope.objectives.terms import Term
 from loopscope.protocol import (
     Cache,
     DeclaredVisibility,
@@ -26,13 +40,17 @@ from loopscope.protocol import (
     LoopState,
     LoopTrace,
     MixedDepths,
+    OwnLosses,
+    ProjectedKeys,
     Scheduled,
     SharedCore,
     run_loops,
 )
 
 
-class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, SharedCore, Scheduled):
+class LoopedLM(
+    nn.Module, LinearReadout, MixedDepths, ProjectedKeys, DeclaredVisibility, SharedCore, Scheduled, OwnLosses
+):
     """A LoopedModel (see `protocol`) built from a `ModelConfig`; with an exit gate it is a `GatedLoopedLM`."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -44,7 +62,7 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
         self.dropout = nn.Dropout(config.dropout)
         self.prelude = Stack(config, config.prelude_layers, "prelude")
         self.prelude_norm = make_optional_norm(config.prelude_norm, config)
-        self.recurrence = Recurrence(config)
+        self.recurrence = RECURRENCES[config.recurrence](config)
         self.coda_norm = make_optional_norm(config.coda_norm, config)
         self.coda_map = nn.Linear(config.width, config.width, bias=False) if config.coda_map else None
         self.coda = Stack(config, config.coda_layers, "coda")
@@ -94,26 +112,44 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
             e_BTD = e_BTD + self.positions(positions_BT)
         rotary = self._rotation(positions_BT.expand(ids_BT.shape))
         seen_BT = ids_BT if self.config.value_embeddings else None
-        e_BTD = self.prelude(self.dropout(e_BTD), rotary, cache, ids_BT=seen_BT)
+        for router in self._routers():
+            router.forget()
+        e_BTD = self.prelude(self.dropout(e_BTD), rotary, cache, beside=Beside(seen_BT))
         if self.prelude_norm is not None:
             e_BTD = self.prelude_norm(e_BTD)
-        return LoopState(self._initial_state(e_BTD, positions_BT), context=Context(e_BTD, rotary, seen_BT))
+        plain = LoopState(self._initial_state(e_BTD, positions_BT), context=Context(e_BTD, rotary, seen_BT))
+        return self.recurrence.start(plain)
 
     def loop(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         """h_{k-1} → h_k; see `recurrence`."""
         return self.recurrence(state, k, cache)
 
+    @property
+    def can_project(self) -> bool:
+        """Whether its loops hand the carried state to the core's layers; see `recurrence`."""
+        return self.recurrence.hands_on_the_state
+
+    def project(self, state: LoopState, loops: Sequence[int], cache: Cache) -> None:
+        """Keys and values of a state that no loop runs on any more; see `recurrence`."""
+        self.recurrence.project(state, loops, cache)
+
     def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
         """What the head multiplies at loop k: readout(coda(C·norm(h_k))), norm and C where there are any."""
-        h_BTD, context = state.h_BTD, state.context
+        h_BTD, context = self.recurrence.shown(state), state.context
         if self.coda_norm is not None:
             h_BTD = self.coda_norm(h_BTD)
         if self.coda_map is not None:
             h_BTD = self.coda_map(h_BTD)
-        return self.readout_map(self.coda(h_BTD, context.rotary, cache, k, ids_BT=context.ids_BT), k)
+        beside = Beside(context.ids_BT, context.input_BTD)
+        return self.readout_map(self.coda(h_BTD, context.rotary, cache, k, beside=beside), k)
 
     def hides(self, k: int) -> frozenset[str] | None:
-        """What of the state the readout at loop k hides: what the coda's norm does; of a coda nothing is declared."""
+        """What of the state the readout at loop k hides: what the coda's norm does; of a coda nothing is declared.
+
+        Nor is it of a mean over loops, of which the state is a part only.
+        """
+        if self.config.recurrence == "pondering":
+            return None
         if self.config.coda_norm != "none":
             return hidden_by(self.config.coda_norm)
         return None if self.config.coda_layers else self.readout_map.hides(k)
@@ -124,9 +160,21 @@ class LoopedLM(nn.Module, LinearReadout, MixedDepths, DeclaredVisibility, Shared
         return self.recurrence.core
 
     def at_progress(self, share: float) -> None:
-        """Move the gate of a taper readout."""
-        if isinstance(self.readout_map, Taper):
-            self.readout_map.taper_to(share)
+        """Move the gates of all norms that taper."""
+        for module in self.modules():
+            if isinstance(module, TaperNorm):
+                module.taper_to(share)
+
+    def losses(self) -> list[Term]:
+        """Ponder cost of a loop that ponders; balance and z-loss of routers."""
+        config, routers = self.config, self._routers()
+        terms: list[Term] = [PonderCost(config.ponder_cost)] if config.recurrence == "pondering" else []
+        if routers:
+            terms += [RouterBalance(config.balance_loss, routers), RouterZLoss(config.router_z_loss, routers)]
+        return terms
+
+    def _routers(self) -> tuple[MixtureOfExperts, ...]:
+        return tuple(module for module in self.modules() if isinstance(module, MixtureOfExperts))
 
     def _rotation(self, positions_BT: Tensor) -> Rotation | None:
         if self.config.positions != "rope":
@@ -204,6 +252,8 @@ def _initialise(model: LoopedLM, config: ModelConfig) -> None:
             module.initialise(config)
         if isinstance(module, DiagonalInjection) and config.init == "parcae":
             nn.init.eye_(module.project.weight)
+        if isinstance(module, ForgetfulInjection):
+            module.initialise()
 
 
 def _truncated_normal(uniform: Tensor, std: float) -> Tensor:

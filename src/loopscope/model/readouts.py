@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.config import ModelConfig
-from loopscope.model.layers import make_norm
+from loopscope.model.layers import TaperNorm, make_norm, scale_of
 
 HIDDEN_BELOW = 1e-4
 """A scale exponent (or taper share) below this is not a training signal: the readout counts as hiding scale."""
@@ -119,33 +119,17 @@ class Alpha(Readout):
 
 
 class Taper(Readout):
-    """TaperNorm (arXiv 2602.10408): gain·(g·h/s + (1 − g)·h/c), from RMSNorm at g = 1 to a fixed map at g = 0.
-
-    c is the running mean of s while g = 1. Only at g = 1 is scale hidden. The trainer moves the gate by `taper_to`.
-    """
-
-    gate: Tensor
+    """TaperNorm (arXiv 2602.10408): from RMSNorm at gate 1 to a fixed map at 0. Only at 1 is scale hidden."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.eps = config.norm_eps
-        self.start = config.taper_gate
-        self.gain = nn.Parameter(torch.ones(config.width))
-        self.mean_scale = MeanScale(1.0)
-        self.register_buffer("gate", torch.tensor(config.taper_gate))
-
-    def taper_to(self, progress: float, *, hold: float = 0.3) -> None:
-        """Set the gate for a training progress in [0, 1]: its start until `hold`, then a cosine down to 0."""
-        fraction = min(max((progress - hold) / (1 - hold), 0.0), 1.0)
-        self.gate.fill_(self.start * 0.5 * (1 + math.cos(math.pi * fraction)))
+        self.norm = TaperNorm(config.width, config.norm_eps, config.taper_gate)
 
     def forward(self, h_BTD: Tensor, k: int) -> Tensor:
-        s_BT1 = scale_of(h_BTD, self.eps)
-        c = self.mean_scale(s_BT1, update=self.gate == 1)
-        return (self.gain * h_BTD * (self.gate / s_BT1 + (1 - self.gate) / c)).to(h_BTD.dtype)
+        return self.norm(h_BTD)
 
     def hides(self, k: int) -> frozenset[str]:
-        return SCALE if 1 - self.gate.item() <= HIDDEN_BELOW else NOTHING
+        return SCALE if 1 - self.norm.gate.item() <= HIDDEN_BELOW else NOTHING
 
 
 class MeanScale(nn.Module):
@@ -158,19 +142,12 @@ class MeanScale(nn.Module):
         self.momentum = momentum
         self.register_buffer("mean", torch.tensor(start))
 
-    def forward(self, s_BT1: Tensor, update: Tensor | None = None) -> Tensor:
-        """The running mean, updated first in training mode (where the boolean `update` is true)."""
+    def forward(self, s_BT1: Tensor) -> Tensor:
+        """The running mean, updated first in training mode."""
         if self.training:
             batch = s_BT1.detach().mean().to(self.mean.dtype)
-            wanted = batch.isfinite() if update is None else batch.isfinite() & update
-            self.mean.copy_(torch.where(wanted, torch.lerp(self.mean, batch, self.momentum), self.mean))
+            self.mean.copy_(torch.where(batch.isfinite(), torch.lerp(self.mean, batch, self.momentum), self.mean))
         return self.mean.clone()
-
-
-def scale_of(h_BTD: Tensor, eps: float) -> Tensor:
-    """s_BT1 = √(mean over width of h² + eps), in float32 at least: the square of a large half overflows."""
-    wide_BTD = h_BTD.to(torch.promote_types(h_BTD.dtype, torch.float32))
-    return (wide_BTD.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
 
 def _register(module: nn.Module, name: str, value: Tensor, *, learned: bool) -> None:

@@ -6,7 +6,8 @@
     h ← h + loop_embedding[k]
     h ← core(h)                 the shared layers
 
-All but the core are off in the paper's model. Without a norm in this path a pre-norm core is F(h) = h + B(norm(h)), and
+All but the core are off in the paper's model. Designs whose loop is another one altogether are subclasses
+(`RECURRENCES`). Without a norm in this path a pre-norm core is F(h) = h + B(norm(h)), and
 Lemma 2 (activity, arXiv 2606.24898) holds: with h = s·u, ‖u‖_rms = 1 and B = a·u + b_⊥,
 
     s' = √((s + a)² + ‖b_⊥‖²_rms) = s + a + O(1/s)        u' = u + b_⊥/s + O(1/s²)
@@ -18,15 +19,16 @@ Shape legend: B batch, T tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopscope.config import ModelConfig
-from loopscope.model.layers import Rotation, Stack, make_optional_norm
+from loopscope.model.layers import Beside, Rotation, Stack, init_std, make_norm, make_optional_norm
 from loopscope.protocol import Cache, Loop, LoopState
 
 DAMPING_LOGIT = 3.0
@@ -66,6 +68,17 @@ class ConcatInjection(nn.Module):
         return self.project(torch.cat([h_BTD, e_BTD], dim=-1))
 
 
+class ForgetfulInjection(ConcatInjection):
+    """W·[h, e] that starts as e alone: no loop reads the state until W has trained (nanoLOOP)."""
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """W = [0 | I]."""
+        width = self.project.out_features
+        self.project.weight.zero_()
+        self.project.weight[:, width:].fill_diagonal_(1.0)
+
+
 class GatedInjection(nn.Module):
     """g·h + (1 − g)·e with g = σ(W·[h, e])."""
 
@@ -95,13 +108,20 @@ class DiagonalInjection(nn.Module):
 INJECTIONS: dict[str, Callable[[int], nn.Module]] = {
     "add": AddInjection,
     "concat": ConcatInjection,
+    "forgetful": ForgetfulInjection,
     "gated": GatedInjection,
     "diagonal": DiagonalInjection,
 }
 
 
 class Recurrence(nn.Module):
-    """The loop itself; see the module's docstring for the order of its parts."""
+    """The loop itself; see the module's docstring for the order of its parts.
+
+    Every other recurrence is a subclass: what it starts from, what a loop does, and what of the state is read out.
+    """
+
+    hands_on_the_state: ClassVar[bool] = True
+    """Whether what `open` makes of h is what the core's layers read, so that keys can be made of a state alone."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -110,15 +130,58 @@ class Recurrence(nn.Module):
         self.damping = nn.Parameter(torch.tensor(DAMPING_LOGIT)) if config.spectral_damping else None
         self.injection = INJECTIONS[config.injection](config.width) if config.injection != "none" else None
         self.loop_embedding = nn.Embedding(config.num_loops, config.width) if config.loop_embedding else None
-        self.core = Stack(config, config.num_layers, "core")
+        self.core: Any = self.make_core(config)
+
+    def make_core(self, config: ModelConfig) -> nn.Module:
+        """The layers that all loops share."""
+        return Stack(config, config.num_layers, "core")
+
+    def start(self, state: LoopState) -> LoopState:
+        """The state before the first loop, made of the plain one: h_0, and the embedded input in its context."""
+        return state
 
     def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         """h_{k-1} → h_k."""
         context: Context = state.context
-        h_BTD = self.open(state.h_BTD, context.input_BTD, k)
-        # The core must not depend on k, so that one compiled graph serves all loops; only cache slots need it.
-        h_BTD = self.core(h_BTD, context.rotary, cache, k if cache is not None else 0, ids_BT=context.ids_BT)
-        return state.with_h(h_BTD)
+        return state.with_h(self.run(self.open(state.h_BTD, context.input_BTD, k), context, k, cache))
+
+    def shown(self, state: LoopState) -> Tensor:
+        """What of the state is read out, of the model's width."""
+        return state.h_BTD
+
+    def run(
+        self,
+        x_BTD: Tensor,
+        context: Context,
+        k: Loop,
+        cache: Cache | None,
+        query_BTD: Tensor | None = None,
+        queried_B11: Tensor | None = None,
+    ) -> Tensor:
+        """The core, which must not depend on k, so that one compiled graph serves all loops; only cache slots need it.
+
+        Every layer makes its queries of `query_BTD` where that is given, in the rows where `queried_B11` is true.
+        """
+        beside = Beside(context.ids_BT, context.input_BTD, query_BTD, queried_B11)
+        out_BTD: Tensor = self.core(x_BTD, context.rotary, cache, k if cache is not None else 0, beside=beside)
+        return out_BTD
+
+    def project(self, state: LoopState, loops: Sequence[int], cache: Cache) -> None:
+        """Keys and values that every core layer makes of the state as it enters each of these loops, into the cache.
+
+        What opens a loop is the same for all loops beyond the first unless there is a loop embedding: then one
+        projection serves them all.
+        """
+        context: Context = state.context
+        opened: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for k in loops:
+            like = k if self.loop_embedding is not None else min(k, 2)
+            if like not in opened:
+                h_BTD = self.open(state.h_BTD, context.input_BTD, k)
+                beside = Beside(context.ids_BT, context.input_BTD)
+                opened[like] = [layer.keys_and_values(h_BTD, context.rotary, beside) for layer in self.core.layers]
+            for index, (k_BHTC, v_BHTC) in enumerate(opened[like]):
+                cache.extend((self.core.part, k, index), k_BHTC, v_BHTC)
 
     def open(self, h_BTD: Tensor, e_BTD: Tensor, k: Loop) -> Tensor:
         """Everything that happens to the carried state before the core."""
@@ -137,8 +200,211 @@ class Recurrence(nn.Module):
         return h_BTD
 
 
+class QueryRecurrence(Recurrence):
+    """Fully Looped Transformer (arXiv 2605.18797): the state comes back as queries, and the stream restarts from e.
+
+        loop 1        an ordinary pass of the stack over e
+        loop k > 1    the same pass, in which every layer attends with Q = W_Q·norm(h_{k−1}); K, V of its own input
+
+    Chosen here: the query goes through the layer's own norm, as its input does.
+    """
+
+    hands_on_the_state = False
+
+    def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
+        context: Context = state.context
+        if k == 1:
+            return state.with_h(self.run(context.input_BTD, context, k, cache))
+        beyond_B11 = None if isinstance(k, int) else _beyond_the_first(k, state.h_BTD)
+        return state.with_h(self.run(context.input_BTD, context, k, cache, state.h_BTD, beyond_B11))
+
+
+class AnchoredRecurrence(Recurrence):
+    """SCSE (arXiv 2607.27656): the loop acts on the distance to an anchor that the input sets.
+
+        anchor = e + 0.1·P_a e        h_0 = e + 0.1·P_0 e        δ = h − anchor
+        h ← anchor + δ + ½·m·G(δ)     m = 1 where ‖δ‖² > 1e-8, else 0: a state at its anchor stays there
+
+    Chosen here: G(δ) is what the shared layers add to δ, core(δ) − δ; with pre-norm layers without biases G(0) = 0.
+    """
+
+    NEAR = 1e-8
+    hands_on_the_state = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.to_anchor, self.to_start = (nn.Linear(config.width, config.width, bias=False) for _ in range(2))
+
+    def start(self, state: LoopState) -> LoopState:
+        """The anchor takes the place of the input in the context: it is all that loops read of it."""
+        e_BTD = state.context.input_BTD
+        context = replace(state.context, input_BTD=e_BTD + 0.1 * self.to_anchor(e_BTD))
+        return replace(state, h_BTD=e_BTD + 0.1 * self.to_start(e_BTD), context=context)
+
+    def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
+        context: Context = state.context
+        delta_BTD = state.h_BTD - context.input_BTD
+        added_BTD = self.run(delta_BTD, context, k, cache) - delta_BTD
+        moves_BT1 = delta_BTD.square().sum(-1, keepdim=True) > self.NEAR
+        return state.with_h(context.input_BTD + delta_BTD + 0.5 * moves_BT1 * added_BTD)
+
+
+class HyperRecurrence(Recurrence):
+    """Hyperloop (arXiv 2604.21254): n copies of the stream, read, written and kept by gates of their own.
+
+        z = RMSNorm(flatten Y)        H = σ(a·W z + b) per loop and token: n numbers each to read, write and keep
+        Y ← H_keep∘Y + 2·H_write∘(F(H_read·Y) + v_k)        h_0: n copies of e        read out: the mean over copies
+
+    W, a, b and v belong to a loop, and loops beyond the trained depth use the last; a starts at 0.01, b and v at 0. The
+    state h is all copies side by side, n·d wide. Chosen here: the norm of z has a gain, which all loops share.
+    """
+
+    COPIES = 4
+    hands_on_the_state = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        wide, loops = self.COPIES * config.width, config.num_loops
+        self.norm = make_norm("rmsnorm", wide, config.norm_eps)
+        self.mix = nn.ModuleList(nn.Linear(wide, 3 * self.COPIES, bias=False) for _ in range(loops))
+        self.strength = nn.Parameter(torch.full((loops, 3), 0.01))
+        self.bias = nn.Parameter(torch.zeros(loops, 3, self.COPIES))
+        self.offset = nn.Parameter(torch.zeros(loops, config.width))
+
+    def start(self, state: LoopState) -> LoopState:
+        """n copies of h_0."""
+        return state.with_h(state.h_BTD.repeat(1, 1, self.COPIES))
+
+    def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
+        copies_BTND = state.h_BTD.unflatten(-1, (self.COPIES, -1))
+        each = [k] if isinstance(k, int) else list(k)
+        loops = [min(loop, self.num_loops) - 1 for loop in each]
+        rows = state.h_BTD.split(1) if len(loops) > 1 else [state.h_BTD]
+        gates = [self.gates(h, loop) for h, loop in zip(rows, loops, strict=True)]
+        read_BTN, write_BTN, keep_BTN = torch.cat(gates).unbind(-2)
+        x_BTD = (read_BTN[..., None] * copies_BTND).sum(-2)
+        new_BTD = self.run(x_BTD, state.context, k, cache) + self.offset[loops][:, None]
+        mixed_BTND = keep_BTN[..., None] * copies_BTND + 2 * write_BTN[..., None] * new_BTD[..., None, :]
+        return state.with_h(mixed_BTND.flatten(-2))
+
+    def gates(self, h_BTX: Tensor, loop: int) -> Tensor:
+        """σ(a·W z + b) of read, write and keep as (B, T, 3, n)."""
+        z_BT3N = self.mix[loop](self.norm(h_BTX)).unflatten(-1, (3, -1))
+        return (self.strength[loop][:, None] * z_BT3N + self.bias[loop]).sigmoid()
+
+    def shown(self, state: LoopState) -> Tensor:
+        """The mean over copies."""
+        return state.h_BTD.unflatten(-1, (self.COPIES, -1)).mean(-2)
+
+
+class TwoStacks(nn.Module):
+    """The two stacks of a cycle: low-level runs, then a high-level one; norms have no gain."""
+
+    def __init__(self, config: ModelConfig, low_cycles: int) -> None:
+        super().__init__()
+        self.low_cycles, self.eps = low_cycles, config.norm_eps
+        self.low, self.high = (Stack(config, config.num_layers, "core") for _ in range(2))
+
+    def norm(self, x_BTD: Tensor) -> Tensor:
+        """x/√(mean x² + eps)."""
+        return F.rms_norm(x_BTD, x_BTD.shape[-1:], eps=self.eps)
+
+    def forward(
+        self, high_BTD: Tensor, low_BTD: Tensor, context: Context, cache: Cache | None, k: Loop
+    ) -> tuple[Tensor, Tensor]:
+        """(H(z_H + z_L), z_L) after three times z_L ← norm(L(z_L + z_H)); every run has cache slots of its own."""
+        layers, beside = len(self.low.layers), Beside(context.ids_BT, context.input_BTD)
+        for cycle in range(self.low_cycles):
+            low_BTD = self.norm(self.low(low_BTD + high_BTD, context.rotary, cache, k, cycle * layers, beside))
+        return self.high(high_BTD + low_BTD, context.rotary, cache, k, self.low_cycles * layers, beside), low_BTD
+
+
+class TwoStateRecurrence(Recurrence):
+    """HRM-Text: a slow state and a fast one, which is carried beside it; a loop is one high-level cycle.
+
+        z_H ← norm(h_{k−1}) for k > 1, h_0 = e/std of the embedding at first; z_L = 0 at first
+        z_L ← norm(L(z_L + z_H))  three times        h_k = H(z_H + z_L)
+
+    L and H are stacks of `num_layers` layers each; norms have no gain. h_k is cut before the norm that closes H.
+    """
+
+    LOW_CYCLES = 3
+    hands_on_the_state = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.embedding_std = init_std(config) or 1.0
+
+    def make_core(self, config: ModelConfig) -> nn.Module:
+        """Both stacks."""
+        return TwoStacks(config, self.LOW_CYCLES)
+
+    def start(self, state: LoopState) -> LoopState:
+        """The embedding at unit scale, and nothing beside it."""
+        h_BTD = state.h_BTD / self.embedding_std
+        return replace(state, h_BTD=h_BTD, carried={"z_L": torch.zeros_like(h_BTD)})
+
+    def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
+        high_BTD = between_loops(k, state.h_BTD, self.core.norm)
+        slot = k if cache is not None else 0
+        h_BTD, low_BTD = self.core(high_BTD, state.carried["z_L"], state.context, cache, slot)
+        return replace(state, h_BTD=h_BTD, carried={"z_L": low_BTD})
+
+
+class PonderingRecurrence(Recurrence):
+    """ACT (arXiv 1603.08983) as Universal Transformers have it: a mean of the states, weighted by when a token halts.
+
+        p_n = σ(w·h_{n−1} + b)        N = first n with Σ_{j≤n} p_j > 1 − 0.01        R = 1 − Σ_{n<N} p_n
+        read out after loop k: Σ_{n<k} p_n·h_n + (what is left)·h_k, up to N
+
+    Carried beside h: the `mean` so far, and what is `left` of the weight, 0 for a token that has halted. At b = 1 the
+    first p is about 0.73. Chosen here: the states of halted tokens go on for the others to attend to.
+    """
+
+    THRESHOLD = 0.01
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.halting = nn.Linear(config.width, 1)
+        nn.init.ones_(self.halting.bias)
+
+    def start(self, state: LoopState) -> LoopState:
+        """Nothing is weighted yet."""
+        left_BT1 = torch.ones_like(state.h_BTD[..., :1])
+        return replace(state, carried={"mean": torch.zeros_like(state.h_BTD), "left": left_BT1})
+
+    def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
+        left_BT1, p_BT1 = state.carried["left"], self.halting(state.h_BTD).sigmoid()
+        h_BTD = super().forward(state, k, cache).h_BTD
+        halts_BT1 = p_BT1 > left_BT1 - self.THRESHOLD  # a halted token halts again, with nothing left to give
+        weight_BT1 = torch.where(halts_BT1, left_BT1, p_BT1)
+        mean_BTD = state.carried["mean"] + weight_BT1 * h_BTD
+        left_BT1 = torch.where(halts_BT1, torch.zeros_like(left_BT1), left_BT1 - p_BT1)
+        return replace(state, h_BTD=h_BTD, carried={"mean": mean_BTD, "left": left_BT1})
+
+    def shown(self, state: LoopState) -> Tensor:
+        """The mean, to which the current state gives what is left."""
+        return state.carried["mean"] + state.carried["left"] * state.h_BTD
+
+
+# A further recurrence is one class, one line here, and its name among those of `ModelConfig.recurrence`.
+RECURRENCES: dict[str, type[Recurrence]] = {
+    "plain": Recurrence,
+    "query": QueryRecurrence,
+    "anchored": AnchoredRecurrence,
+    "hyper": HyperRecurrence,
+    "two-state": TwoStateRecurrence,
+    "pondering": PonderingRecurrence,
+}
+
+
 def between_loops(k: Loop, h_BTD: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """What opens every loop but the first, for the rows that are beyond it."""
     if isinstance(k, int):
         return h_BTD if k == 1 else change(h_BTD)
-    return torch.where(torch.tensor(k, device=h_BTD.device)[:, None, None] > 1, change(h_BTD), h_BTD)
+    return torch.where(_beyond_the_first(k, h_BTD), change(h_BTD), h_BTD)
+
+
+def _beyond_the_first(k: tuple[int, ...], h_BTD: Tensor) -> Tensor:
+    """Which rows are past their first loop (B, 1, 1)."""
+    return torch.tensor(k, device=h_BTD.device)[:, None, None] > 1

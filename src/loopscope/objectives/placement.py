@@ -9,7 +9,7 @@ Shape legend: K supervised loops, B batch, T tokens, N = B·T, D width, V vocabu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,7 @@ from loopscope.objectives.cross_entropy import (
     multi_readout_cross_entropy,
     reference_cross_entropy,
 )
-from loopscope.objectives.terms import Pass, Term, terms_of
+from loopscope.objectives.terms import Exits, Pass, Term, terms_of
 from loopscope.protocol import ExitGate, LinearReadout, LoopedModel, LoopTrace, OwnLosses, run_loops
 
 DEPTH_SIGMA = 0.5
@@ -56,7 +56,11 @@ class Objective:
     def __init__(self, config: ObjectiveConfig, *, fused: bool = True, recompute: bool = False) -> None:
         self.config = config
         self.recompute = recompute
-        self.cross_entropy = multi_readout_cross_entropy if fused else reference_cross_entropy
+        self.progress = 0.0
+        """Share of the training steps that are done, for what is scheduled; the trainer moves it."""
+        self.cross_entropy: Callable[..., ReadoutLoss] = (
+            multi_readout_cross_entropy if fused else reference_cross_entropy
+        )
 
     def terms(self, model: LoopedModel) -> list[Term]:
         """What the loss sums besides cross-entropy: the configuration's terms, then the model's own."""
@@ -74,9 +78,14 @@ class Objective:
         loops = supervised_loops(self.config, trace.num_loops)
         terms = self.terms(model)
         z_loss = sum(term.weight for term in terms if term.inside_cross_entropy)
-        loss, ce_K, entropy = self._cross_entropy(model, trace, loops, targets_BT.flatten(), z_loss)
-        seen = Pass(trace, entropy)
         values: dict[str, Tensor] = {}
+        exits: Exits | None = None
+        if self.config.placement == "distilled":
+            loss, loops, ce_K, values["distillation"] = self._distilled(model, trace, targets_BT.flatten(), z_loss)
+        else:
+            loss, ce_K, exits = self._cross_entropy(model, trace, loops, targets_BT.flatten(), z_loss)
+        loss = loss * (1 - sum(term.weight for term in terms if term.replaces_cross_entropy))
+        seen = Pass(trace, exits, model)
         for term in terms:
             if not term.inside_cross_entropy:
                 value = term.value(seen)
@@ -86,12 +95,13 @@ class Objective:
 
     def _cross_entropy(
         self, model: LoopedModel, trace: LoopTrace, loops: list[int], targets_N: Tensor, z_loss: float
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Weighted loss, CE of every supervised loop, and the entropy of gated exits.
+    ) -> tuple[Tensor, Tensor, Exits | None]:
+        """Weighted loss, CE of every supervised loop, and the distribution of gated exits.
 
         Through features and head where the model has them; a readout of its own makes its logits itself.
         """
-        linear, weights, entropy = LinearReadout.of(model), self._fixed_weights(loops, targets_N.device), None
+        linear, weights = LinearReadout.of(model), self._fixed_weights(loops, targets_N.device)
+        exits: Exits | None = None
         if linear is None:
             if self.config.placement == "gated" or self.config.exit_fraction < 1:
                 LinearReadout.needed(model, "an objective with gated exits or an exit_fraction below 1")
@@ -100,18 +110,41 @@ class Objective:
             return every.loss, every.ce_K, None
         features_KND = torch.stack([linear.features(trace.states[k], k).flatten(0, 1) for k in loops])
         if self.config.placement == "gated":
-            weights, entropy = gated_weights(model, features_KND, targets_N != IGNORE_INDEX)
+            weights, exits = gated_weights(model, features_KND, targets_N != IGNORE_INDEX)
         share = self.config.exit_fraction
         if share == 1 or len(loops) == 1:
             every = self.cross_entropy(features_KND, linear.head, targets_N, loop_weights=weights, z_loss=z_loss)
-            return every.loss, every.ce_K, entropy
+            return every.loss, every.ce_K, exits
         # Exits below the last on a random share of positions: an unbiased estimate of the same loss.
         chosen = torch.randperm(len(targets_N), device=targets_N.device)[: math.ceil(share * len(targets_N))]
-        exits: ReadoutLoss = self.cross_entropy(
+        thinned = self.cross_entropy(
             features_KND[:-1, chosen], linear.head, targets_N[chosen], loop_weights=weights[:-1], z_loss=z_loss
         )
         last = self.cross_entropy(features_KND[-1:], linear.head, targets_N, loop_weights=weights[-1:], z_loss=z_loss)
-        return exits.loss + last.loss, torch.cat([exits.ce_K, last.ce_K]), entropy
+        return thinned.loss + last.loss, torch.cat([thinned.ce_K, last.ce_K]), exits
+
+    def _distilled(
+        self, model: LoopedModel, trace: LoopTrace, targets_N: Tensor, z_loss: float
+    ) -> tuple[Tensor, list[int], Tensor, Tensor]:
+        """ELT's CE_K + λ·CE_j + (1 − λ)·D_j for an exit j drawn anew: loss, loops, their CE, and (1 − λ)·D_j.
+
+        D_j = −Σ_v p_K(v)·log p_j(v), p_K without gradient, mean over the tokens that count.
+        """
+        linear = LinearReadout.needed(model, "placement = 'distilled'")
+        last, share = trace.num_loops, 1 - self.progress
+        j = int(torch.randint(min(self.config.distil_from, last), last + 1, ()))
+        features_KND = torch.stack([linear.features(trace.states[k], k).flatten(0, 1) for k in (j, last)])
+        weights_K = torch.tensor([share, 1.0], device=targets_N.device)
+        every = self.cross_entropy(features_KND, linear.head, targets_N, loop_weights=weights_K, z_loss=z_loss)
+        wide = torch.promote_types(features_KND.dtype, torch.float32)
+        with torch.no_grad():
+            teacher_NV = F.linear(features_KND[1], linear.head).to(wide).softmax(-1)
+        student_NV = F.linear(features_KND[0], linear.head).to(wide)
+        soft_N = F.cross_entropy(student_NV, teacher_NV, reduction="none")
+        counted_N = targets_N != IGNORE_INDEX
+        distillation = self.progress * (soft_N * counted_N).sum() / counted_N.sum().clamp(min=1)
+        loops = [j, last][j == last :]  # of a loop that teaches itself, one cross-entropy is told
+        return every.loss + distillation, loops, every.ce_K[-len(loops) :], distillation.detach()
 
     def _fixed_weights(self, loops: list[int], device: torch.device) -> Tensor:
         """Weights (K,) of the supervised loops, summing to 1."""
@@ -145,9 +178,16 @@ def exit_weights(which: ObjectiveConfig | str | Sequence[int] | None, num_loops:
     return {k: weight / sum(raw.values()) for k, weight in raw.items()}
 
 
+def num_readouts(config: ObjectiveConfig, num_loops: int) -> int:
+    """Loops that one step reads out: those supervised, of which distillation takes two at a time."""
+    return 2 if config.placement == "distilled" else len(supervised_loops(config, num_loops))
+
+
 def _configured_loops(config: ObjectiveConfig, num_loops: int) -> list[int]:
     if config.placement == "terminal":
         return [num_loops]
+    if config.placement == "distilled":
+        return list(range(min(config.distil_from, num_loops), num_loops + 1))
     if config.placement == "last-n":
         return list(range(max(1, num_loops - (config.last_n or 1) + 1), num_loops + 1))
     if config.loop_weights is not None:
@@ -179,12 +219,10 @@ def exit_distribution(exit_logits_KN: Tensor) -> Tensor:
     return log_reach_KN + log_leave_KN
 
 
-def gated_weights(model: LoopedModel, features_KND: Tensor, counted_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Ouro's exits, Σ p_k·CE_k − w·H(p): the weights p_KN and the mean entropy of p over the tokens that count."""
+def gated_weights(model: LoopedModel, features_KND: Tensor, counted_N: Tensor) -> tuple[Tensor, Exits]:
+    """Gated exits, Σ p_k·CE_k: the weights p_KN, and the distribution for the terms that look at it."""
     gated = ExitGate.needed(model, "placement = 'gated'")
     exit_logits_KN = torch.stack([gated.exit_logits(features_ND) for features_ND in features_KND])
     wide = torch.promote_types(exit_logits_KN.dtype, torch.float32)
     log_p_KN = exit_distribution(exit_logits_KN.to(wide))
-    p_KN = log_p_KN.exp()
-    entropy_N = -(p_KN * log_p_KN).sum(0)
-    return p_KN, (entropy_N * counted_N).sum() / counted_N.sum().clamp(min=1)
+    return log_p_KN.exp(), Exits(log_p_KN, counted_N)

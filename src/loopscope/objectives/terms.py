@@ -1,12 +1,14 @@
 """Terms of a loss besides cross-entropy, each one object: its value on a pass, and what it shows of a state.
 
-The objective sums the values, the audit asks what is shown, the monitor whether the scale is seen, and the plan what
-autograd keeps for it. All of them read the same object, so that none of them can forget a term.
+The objective sums the values, the audit asks what is shown, the monitor whether the scale is seen, and the plan runs
+it to count what it takes. All of them read the same object, so that none of them can forget a term.
 
     norm penalty    λ · mean over loops, tokens and width of h² = λ · mean s²        shows √(λ/d)·h
     scale anchor    w · mean over loops and tokens of (s − target)²                  shows √w·s
     z-loss          z · mean over exits of lse², lse = log Σ_v exp(logit_v)          shows √z·lse
     exit entropy    −w · mean over tokens of H(p), p the exit distribution           shows nothing: it only rewards
+    exit prior      β · mean over tokens of KL(p ‖ geometric)                        shows nothing: it sees gates alone
+    Jacobian        λ · ‖J v‖² of one more loop; the cross-entropy weighs 1 − λ      shows nothing of where the state is
 
 Here s = √(mean over width of h²). A term shows f(h) when its value is, to second order, a squared length of f.
 Shape legend: K loops, B batch, T tokens, N = B·T, D width, V vocabulary.
@@ -16,16 +18,43 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError
-from loopscope.protocol import LoopTrace
+from loopscope.protocol import LoopedModel, LoopState, LoopTrace
+
+
+@dataclass(frozen=True)
+class Exits:
+    """Where tokens leave, as gates have it."""
+
+    log_p_KN: Tensor
+    """Log-probability of leaving at each loop."""
+    counted_N: Tensor
+    """Tokens that have a target."""
+
+    def mean(self, values_N: Tensor) -> Tensor:
+        """Mean over the tokens that count."""
+        return (values_N * self.counted_N).sum() / self.counted_N.sum().clamp(min=1)
+
+    def entropy(self) -> Tensor:
+        """Mean H(p)."""
+        return self.mean(-(self.log_p_KN.exp() * self.log_p_KN).sum(0))
+
+    def divergence(self, rate: float) -> Tensor:
+        """Mean KL(p ‖ q), q geometric: q_k = λ(1 − λ)^(k−1), and what remains of it on the last loop."""
+        last = len(self.log_p_KN) - 1
+        log_q = [k * math.log1p(-rate) + (math.log(rate) if k < last else 0.0) for k in range(last + 1)]
+        log_q_K1 = torch.tensor(log_q, dtype=self.log_p_KN.dtype, device=self.log_p_KN.device)[:, None]
+        return self.mean((self.log_p_KN.exp() * (self.log_p_KN - log_q_K1)).sum(0))
 
 
 @dataclass(frozen=True)
@@ -33,8 +62,15 @@ class Pass:
     """What one forward pass of an objective leaves for its terms."""
 
     trace: LoopTrace
-    entropy: Tensor | None = None
-    """Mean entropy of the exit distribution, where exits are gated."""
+    exits: Exits | None = None
+    """Where exits are gated."""
+    model: LoopedModel | None = None
+    """Whose pass it was; None where an audit asks what a term charges for a state alone."""
+
+    @property
+    def nothing(self) -> Tensor:
+        """What a term charges that has nothing to look at."""
+        return self.trace.states[-1].h_BTD.new_zeros((), dtype=torch.float32)
 
     @property
     def states(self) -> list[Tensor]:
@@ -49,12 +85,11 @@ class Term(ABC):
     weight: float
     inside_cross_entropy: ClassVar[bool] = False
     """Computed where the logits are, by the cross-entropy itself; `value` is not asked."""
-    keeps_states: ClassVar[bool] = False
-    """Whether autograd keeps the states for it."""
-    kept_scalars: ClassVar[int] = 0
-    """Further numbers that autograd keeps for it, per loop and token."""
     may_reward: ClassVar[bool] = False
     """Whether its weight may be negative: then it pays instead of charging, and `shows` must not take its root."""
+
+    replaces_cross_entropy: ClassVar[bool] = False
+    """Whether the cross-entropy weighs 1 − weight beside it."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -88,7 +123,6 @@ class NormPenalty(Term):
 
     weight: float
     name: str = "norm_penalty"
-    keeps_states: ClassVar[bool] = True
 
     def value(self, seen: Pass) -> Tensor:
         return norm_penalty(seen.states, self.weight)
@@ -104,8 +138,6 @@ class ScaleAnchor(Term):
     weight: float
     target: float = 1.0
     name: str = "scale_anchor"
-    keeps_states: ClassVar[bool] = True
-    kept_scalars: ClassVar[int] = 2
 
     def check(self) -> None:
         """Its target is a scale besides."""
@@ -143,8 +175,74 @@ class ExitEntropy(Term):
     name: str = "exit_entropy"
 
     def value(self, seen: Pass) -> Tensor:
-        assert seen.entropy is not None, "Config allows an exit entropy with gated exits only"
-        return -self.weight * seen.entropy
+        return seen.nothing if seen.exits is None else -self.weight * seen.exits.entropy()
+
+
+@dataclass(frozen=True)
+class ExitPrior(Term):
+    """β·KL(p ‖ geometric(λ_p)): pulls the exit distribution towards an expected depth of 1/λ_p (PonderNet)."""
+
+    weight: float
+    rate: float = 0.2
+    name: str = "exit_prior"
+
+    def value(self, seen: Pass) -> Tensor:
+        return seen.nothing if seen.exits is None else self.weight * seen.exits.divergence(self.rate)
+
+
+@dataclass(frozen=True)
+class JacobianPenalty(Term):
+    """λ·‖J v‖², J of one more loop at the detached last state, v a random unit vector (STARS, arXiv 2605.26733).
+
+        J v ≈ (F(h + ε·v) − F(h − ε·v))/2ε        ε = 0.01·‖h‖
+
+    A difference, since neither flash attention nor our own kernels have a forward mode; its error is of order ε². It is
+    taken without dropout, which would differ between the two. Chosen here: v is a unit vector of a whole sequence's
+    state, and the value the mean over sequences.
+    """
+
+    weight: float
+    name: str = "jacobian_penalty"
+    STEP: ClassVar[float] = 0.01
+    replaces_cross_entropy: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """A weight of 1 would leave nothing of the cross-entropy."""
+        super().check()
+        if self.weight >= 1:
+            raise ConfigError(f"JacobianPenalty: weight = {self.weight!r}: must be below 1")
+
+    def value(self, seen: Pass) -> Tensor:
+        if seen.model is None:
+            return seen.nothing
+        state = pytree.tree_map_only(Tensor, Tensor.detach, seen.trace.states[-1])
+        v_BTD = torch.randn_like(state.h_BTD)
+        v_BTD = v_BTD / _length(v_BTD)
+        epsilon_B11 = self.STEP * _length(state.h_BTD)
+        sides = [state.with_h(state.h_BTD + sign * epsilon_B11 * v_BTD) for sign in (1, -1)]
+        with _undropped(seen.model):
+            after = seen.model.loop(LoopState.joined(sides, 0), seen.trace.num_loops).h_BTD
+        ahead_BTD, behind_BTD = _wide(after).chunk(2)
+        image_BTD = (ahead_BTD - behind_BTD) / (2 * epsilon_B11)
+        return self.weight * image_BTD.square().sum() / len(v_BTD)
+
+
+def _length(x_BTD: Tensor) -> Tensor:
+    """‖x‖ of every sequence (B, 1, 1)."""
+    return _wide(x_BTD).flatten(1).norm(dim=1)[:, None, None].clamp(min=1e-30)
+
+
+@contextmanager
+def _undropped(model: LoopedModel) -> Iterator[None]:
+    """The model in evaluation mode."""
+    modules = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module in modules:
+            module.training = True
 
 
 def terms_of(config: ObjectiveConfig) -> list[Term]:
@@ -155,6 +253,8 @@ def terms_of(config: ObjectiveConfig) -> list[Term]:
         ScaleAnchor(config.scale_anchor, config.anchor_scale): config.scale_anchor > 0,
         ZLoss(config.z_loss): config.z_loss > 0,
         ExitEntropy(config.exit_entropy): gated,
+        ExitPrior(config.exit_kl, config.exit_rate): config.exit_kl > 0,
+        JacobianPenalty(config.jacobian_penalty): config.jacobian_penalty > 0,
     }
     return [term for term, is_on in terms.items() if is_on]
 

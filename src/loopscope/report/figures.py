@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from loopscope.readings import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, Run, exit_failure, final_norm
+from loopscope.readings import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, SATURATED_LOGIT, Run, exit_failure, final_norm
 from loopscope.report.charts import (
     Axis,
     Chart,
@@ -52,6 +52,10 @@ SHARE = Axis("radial gradient share (0 to 1)", "log", floor=SMALLEST_SHARE, show
 NEEDS_AUDIT = "no run has been audited; loopscope audit RUN writes audit.json into a run's folder."
 NEEDS_EVAL = "no run has been evaluated on validation text yet."
 NEEDS_SPEED = "no run has been timed; loopscope eval RUN --speed leaves its timings in eval.json."
+NEEDS_HALTING = "no row has been calibrated; loopscope reproduce calibrates every row whose exits are trained."
+NEEDS_POLICIES = (
+    "no halting policy was evaluated; loopscope eval RUN --policies policy.json leaves its point in eval.json."
+)
 NEEDS_METRICS = "no run has logged a step yet."
 
 
@@ -232,6 +236,32 @@ def frontier(groups: Sequence[Group]) -> Chart:
     )
 
 
+def halting(groups: Sequence[Group]) -> Chart:
+    """Quality under halting policies, beside the fixed depths of the same runs."""
+    name, of, note = quality(groups)
+    marks, rows = [], []
+    for group, run in each_run(groups):
+        for each in run.splits["valid"].halting if "valid" in run.splits else []:
+            if each.mean_loops is not None and (value := of(each.as_depth)) is not None:
+                marks.append(Line(group, run, [each.mean_loops], [value], each.policy))
+                figures = (each.threshold, each.mean_loops, value, each.tokens_per_second)
+                rows.append([marks[-1].label, each.rule, *map(plain, figures)])
+    runs = {mark.run.name for mark in marks}
+    lines = [line for line in lines_of(groups, at_depths(of)) if line.run.name in runs]
+    x, y = Axis("loops a token"), Axis(name, "log")
+    return Chart(
+        name="halting",
+        title="Quality under halting policies",
+        look="Look for marks below the line of their run: there tokens that leave early pay less than all of them "
+        "leaving at the same loop. Marks on the line are what a fixed depth gives too.",
+        traces=[*line_traces(lines, x, y, mode="lines"), *line_traces(marks, x, y, mode="markers")],
+        layout=layout(x, y, [*lines, *marks]),
+        table=Table(["run", "rule", "threshold", "loops a token", name, "tokens per second"], rows),
+        missing=NEEDS_POLICIES,
+        note=note,
+    )
+
+
 def speed(groups: Sequence[Group]) -> Chart:
     """Quality against the speed of decoding, a point for every depth that was timed."""
     name, of, note = quality(groups)
@@ -253,6 +283,34 @@ def speed(groups: Sequence[Group]) -> Chart:
         table=Table(["run", "loops", "tokens per second", name], rows),
         missing=NEEDS_SPEED,
         note=note,
+    )
+
+
+def gates(groups: Sequence[Group]) -> Chart:
+    """How large the logits of a linear exit gate get where the state is long, and what halting saves."""
+    lines, rows = [], []
+    calibrated = [(group, run, run.halting) for group, run in each_run(groups) if run.halting]
+    for group, run, found in calibrated:
+        told = (found.mean_loops, found.fixed_depth, found.saved, None, None, None)
+        rows.append([" · ".join((group.label, run.name, f"rule {found.rule}")), *map(plain, told)])
+        for gate in found.gates:
+            points = [(loop.norm, loop.logit) for loop in gate.loops if loop.norm]
+            lines.append(Line(group, run, [x for x, _ in points], [y for _, y in points], f"gate on {gate.reads}"))
+            by_loop = {loop.k: loop.logit for loop in gate.loops}
+            logits = [by_loop.get(1), by_loop.get(run.num_loops), points[-1][1] if points else None]
+            rows.append([lines[-1].label, *map(plain, (gate.mean_loops, gate.fixed_depth, gate.saved, *logits))])
+    x, y = Axis("norm ‖h_k‖ of the state", "log"), Axis("mean |logit| of the gate", "log", shows=(1.0,))
+    header = ["run", "loops", "fixed depth", "saved beyond it", "|logit|, loop 1", "loop K", "the last watched"]
+    return Chart(
+        name="gates",
+        title="Exit gates: how sure they are where the state is long",
+        look="Look at what rises to the right: a gate on the state itself takes a long state for certainty, and above "
+        "the line it says 0 or 1 whatever the token is. The table has what a calibrated rule and the gates save beyond "
+        "the smallest fixed depth at the same bound.",
+        traces=line_traces(lines, x, y),
+        layout=layout(x, y, lines, *([level(y, SATURATED_LOGIT, "saturated")] if lines else [])),
+        table=Table(header, rows),
+        missing=NEEDS_HALTING,
     )
 
 

@@ -83,7 +83,16 @@ CHAPTERS: tuple[tuple[tuple[str, str, str, str], tuple[Draw, ...]], ...] = (
             "Depth and quality: the frontier",
             "What each further loop buys.",
         ),
-        (figures.frontier, figures.speed),
+        (figures.frontier, figures.halting, figures.speed),
+    ),
+    (
+        (
+            "halting",
+            "Halting",
+            "Leaving early: halting and gates",
+            "Which loops a token can do without, and whether a gate can tell.",
+        ),
+        (figures.gates,),
     ),
 )
 """The chapters with charts: anchor, short and full title, a word on why, charts. Before them stands the verdict."""

@@ -73,6 +73,10 @@ class Checkpoint:
 
     def check_resumable(self) -> None:
         """Refuse a state that a run cannot go on from, before anything is taken from it."""
+        if self.state.keys() == {"format", "step", "sharded"}:
+            raise RunError(
+                f"checkpoint {self.path} holds weights alone, and cannot be resumed; start from it by --init-from"
+            )
         if (place := first_misfit(self.state, RESUMED_FORM)) is not None:
             raise RunError(f"checkpoint {self.path} is damaged: {place} in state.json is missing or of the wrong kind")
 
@@ -117,11 +121,22 @@ class Checkpoint:
 def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> Path:
     """Write step-N beside its place and rename it there."""
     path = folder / f"step-{state['step']:08d}"
-    with _failures_of_the_disk(path), folder_written_whole(path) as beside:
+    with failures_of_the_disk(path), folder_written_whole(path) as beside:
         save_file(model_tensors(model), beside / "model.safetensors")
         save_file(optimizer_tensors(model, optimizers), beside / "optimizer.safetensors")
         _write_state(beside, {**state, "sharded": False})
     return path
+
+
+def save_weights(folder: Path, tensors: dict[str, Tensor], step: int) -> None:
+    """Write step-N with weights alone: it can be opened and started from, and not resumed.
+
+    `folder` is one that is not in use yet; whoever writes it makes it whole or absent.
+    """
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    save_file(tensors, path / "model.safetensors")
+    _write_state(path, {"step": step, "sharded": False})
 
 
 def save_sharded(folder: Path, model: nn.Module, optimizers: Optimizers, state: dict[str, Any], ranks: Ranks) -> None:
@@ -138,7 +153,7 @@ def save_sharded(folder: Path, model: nn.Module, optimizers: Optimizers, state: 
         save_shards(tensors, storage_writer=writer)
         ranks.barrier()
 
-    with _failures_of_the_disk(path):
+    with failures_of_the_disk(path):
         if not ranks.is_first:
             write(path.with_name(f".{path.name}.shared"))
             return
@@ -148,7 +163,7 @@ def save_sharded(folder: Path, model: nn.Module, optimizers: Optimizers, state: 
 
 
 @contextmanager
-def _failures_of_the_disk(path: Path) -> Iterator[None]:
+def failures_of_the_disk(path: Path) -> Iterator[None]:
     """A disk that is full, failing, read-only or forbidden is an OSError that names the checkpoint.
 
     safetensors tells of it in words that end with "(os error 28)", and torch keeps one failure for every rank.

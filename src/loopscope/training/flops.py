@@ -1,15 +1,13 @@
-"""FLOPs of training, from the configuration alone.
+"""FLOPs of a trained token, from steps that are counted on the real modules (see `counting`).
 
-FLOPs of one trained token, with K loops of which B are back-propagated and R readouts (means, where depth is sampled):
+Of our plain model, with K loops of which B are back-propagated and R readouts (means, where depth is sampled), they are
 
     C = 6·W_pre + (2K + 4B)·W_core + 6R·W_coda + 6R·V·d + attention
     attention = 4·a·L·[3.5·n_pre + (K + 2.5B)·n_core + 3.5R·n_coda]           L = (T + 1)/2 keys: causal, on average
 
 W counts the weights that multiply a token (matrices, not norms or tables), n the layers, and a the channels of all
-heads, usually d. A product costs 2 forward
-and 4 backward per weight; attention has two products forward and five backward, where the scores are computed again.
-Checkpointed loops run forward once more: + 2B·W_core + 4·a·L·B·n_core. Without injection a truncated gradient (B < K)
-never reaches the prelude, which then costs 2 instead of 6.
+heads, usually d. Checkpointed loops run forward once more: + 2B·W_core + 4·a·L·B·n_core. Without injection a truncated
+gradient (B < K) never reaches the prelude, which then costs 2 instead of 6.
 
 Legend: T tokens of a sequence, V vocabulary, d width.
 """
@@ -18,35 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TypeVar
 
 from loopscope.config import Config
-from loopscope.model.looped_lm import LoopedLM, build, count_parameters
-from loopscope.objectives.placement import sample_depth, supervised_loops
-
-FLASH_BACKWARD = 2.5
-"""Cost of attention's backward pass over its forward: five products against two."""
+from loopscope.model.layers import MixtureOfExperts
+from loopscope.model.looped_lm import LoopedLM, count_parameters
+from loopscope.objectives.placement import num_readouts, sample_depth
+from loopscope.training.counting import PARTS, Counted, count_step, kernels_of
 
 SAMPLED_STEPS = 4096
 """Sampled depths are averaged over the run's own first steps, at most so many."""
-
-
-PARTS = {
-    "embedding": "embedding",
-    "positions": "positions",
-    "prelude": "prelude",
-    "prelude_norm": "prelude",
-    "recurrence": "core",
-    "coda_norm": "coda",
-    "coda_map": "coda",
-    "coda": "coda",
-    "readout_map": "readout",
-    "unembedding": "head",
-    "exit_gate": "gate",
-}
-"""Module of the model → part of the plan."""
 
 
 def parameters_by_part(model: LoopedLM) -> dict[str, int]:
@@ -58,9 +39,10 @@ def parameters_by_part(model: LoopedLM) -> dict[str, int]:
     return parts
 
 
-def multiplied_weights(module: nn.Module) -> int:
-    """Weights of all linear maps: those that cost a multiplication per token, unlike gains, biases and tables."""
-    return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+def active_parameters(model: LoopedLM) -> int:
+    """Parameters that a token meets: all but those of the experts that it does not go to."""
+    idle = sum(module.idle_parameters for module in model.modules() if isinstance(module, MixtureOfExperts))
+    return sum(parameters_by_part(model).values()) - idle
 
 
 @dataclass(frozen=True)
@@ -77,30 +59,6 @@ class Passes:
     """Rows per token that the head multiplies: R, less what `exit_fraction` leaves out."""
     prelude_backward: float
     """1 where the gradient reaches the prelude, 0 where truncation cuts it off."""
-
-
-def sampled_depths(config: Config) -> Counter[int]:
-    """How many of the run's (first 4,096) steps have which depth: the very draws that the trainer will make."""
-    steps = range(min(config.training.steps, SAMPLED_STEPS))
-    seed, num_loops = config.training.seed, config.model.num_loops
-    return Counter(sample_depth(config.objective, num_loops, seed=seed, step=step) for step in steps)
-
-
-def passes_at(config: Config, depth: int) -> Passes:
-    """Passes of a step of `depth` loops."""
-    backprop = min(config.objective.backprop_loops or depth, depth)
-    readouts = len(supervised_loops(config.objective, depth))
-    head_rows = 1 + config.objective.exit_fraction * (readouts - 1)
-    reached = backprop == depth or config.design("a plan").injection != "none"
-    return Passes(depth, backprop, readouts, head_rows, float(reached))
-
-
-def expected_passes(config: Config) -> Passes:
-    """Mean passes of a step, over the depths that the run samples."""
-    depths = sampled_depths(config)
-    passes = [(passes_at(config, depth), count / depths.total()) for depth, count in depths.items()]
-    names = [field.name for field in dataclasses.fields(Passes)]
-    return Passes(**{name: sum(getattr(at, name) * share for at, share in passes) for name in names})
 
 
 @dataclass(frozen=True)
@@ -121,26 +79,74 @@ class TokenFlops:
         return self.prelude + self.core + self.coda + self.head + self.attention
 
 
-def flops_per_token(config: Config, model: LoopedLM | None = None) -> TokenFlops:
-    """C and its parts; see the module's docstring for the formula."""
-    model = model or build(config.design("a plan"), device="meta")
-    passes = expected_passes(config)
-    recomputed = passes.backprop_loops if config.training.checkpoint_loops else 0.0
-    core = 2 * (passes.loops + recomputed) + 4 * passes.backprop_loops
-    gate = 0 if model.exit_gate is None else passes.readouts * model.exit_gate.weight.numel()
-    return TokenFlops(
-        prelude=(2 + 4 * passes.prelude_backward) * multiplied_weights(model.prelude),
-        core=core * multiplied_weights(model.recurrence),
-        coda=6 * passes.readouts * sum(multiplied_weights(part) for part in (model.coda, model.coda_map) if part),
-        head=6 * (passes.head_rows * model.head.numel() + gate),
-        attention=_attention_flops(config, passes, recomputed),
-    )
+Means = TypeVar("Means", Passes, TokenFlops)
 
 
-def _attention_flops(config: Config, passes: Passes, recomputed: float) -> float:
-    """4·a·L per layer forward (scores and values), 2.5 times that backward."""
-    model = config.design("a plan")
-    layers = model.prelude_layers * (1 + FLASH_BACKWARD * passes.prelude_backward)
-    layers += model.num_layers * (passes.loops + recomputed + FLASH_BACKWARD * passes.backprop_loops)
-    layers += model.coda_layers * passes.readouts * (1 + FLASH_BACKWARD)
-    return layers * 4 * model.attention_width * (config.sequence_length + 1) / 2
+def sampled_depths(config: Config) -> Counter[int]:
+    """How many of the run's (first 4,096) steps have which depth: the very draws that the trainer will make."""
+    steps = range(min(config.training.steps, SAMPLED_STEPS))
+    seed, num_loops = config.training.seed, config.model.num_loops
+    return Counter(sample_depth(config.objective, num_loops, seed=seed, step=step) for step in steps)
+
+
+def expected_passes(config: Config) -> Passes:
+    """Mean passes of a step, over the depths that the run samples."""
+    return _mean(config, _Depths(config).passes, Passes)
+
+
+def flops_per_token(config: Config) -> TokenFlops:
+    """C and its parts, counted; the mean over the depths that the run samples."""
+    return _mean(config, _Depths(config).flops, TokenFlops)
+
+
+def _mean(config: Config, at: Callable[[int], Means], kind: type[Means]) -> Means:
+    """The mean over the run's own depths, field by field."""
+    depths = sampled_depths(config)
+    values = [(at(depth), count / depths.total()) for depth, count in depths.items()]
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: sum(getattr(value, name) * share for value, share in values) for name in names})
+
+
+class _Depths:
+    """Steps of any number of loops, of which only a few are run.
+
+    From a few loops on (more than are back-propagated or supervised) each further one costs as much as the last, so
+    two counted steps give all deeper ones.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        objective = config.objective
+        self.regular = 1 + max(objective.backprop_loops or 1, objective.last_n or 1)
+        self.counted: dict[int, Counted] = {}
+
+    def at(self, depth: int) -> Counted:
+        """A counted step, of one sequence."""
+        if depth not in self.counted:
+            self.counted[depth] = count_step(self.config, depth=depth, sequences=1, kernels=kernels_of("cpu"))
+        return self.counted[depth]
+
+    def passes(self, depth: int) -> Passes:
+        """Passes of a step of `depth` loops."""
+        objective = self.config.objective
+        backprop = min(objective.backprop_loops or depth, depth)
+        readouts = num_readouts(objective, depth)
+        reached = self.at(min(depth, self.regular)).prelude_reached
+        return Passes(depth, backprop, readouts, 1 + objective.exit_fraction * (readouts - 1), float(reached))
+
+    def flops(self, depth: int) -> TokenFlops:
+        """FLOPs per token of a step of `depth` loops."""
+        first, beyond = min(depth, self.regular), max(depth - self.regular, 0)
+        parts = {part: self.at(first).flops(part) for part in (*set(PARTS.values()), "attention")}
+        if beyond:
+            for part, flops in parts.items():
+                parts[part] = flops + beyond * (self.at(first + 1).flops(part) - flops)
+        tokens = self.config.sequence_length
+        head = parts["head"] + parts["gate"] + parts["readout"]
+        return TokenFlops(
+            prelude=parts["prelude"] / tokens,
+            core=parts["core"] / tokens,
+            coda=parts["coda"] / tokens,
+            head=head / tokens,
+            attention=parts["attention"] / tokens,
+        )

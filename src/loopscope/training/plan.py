@@ -1,4 +1,4 @@
-"""What a training run costs, from its configuration alone: memory, time, devices; see also `flops`, `activations`."""
+"""What a training run costs, from its configuration alone: memory, time, devices; see also `flops`, `counting`."""
 
 import dataclasses
 import math
@@ -14,18 +14,22 @@ from loopscope.errors import ConfigError
 from loopscope.machine import Choice, memory_bytes
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.cross_entropy import choose_chunk_rows
-from loopscope.training.activations import FLOAT32, Kernels, SavedTensors, kernels_of
+from loopscope.objectives.placement import num_readouts
+from loopscope.training.counting import Counted, Kernels, count_step, kernels_of
 from loopscope.training.flops import (
     Passes,
     TokenFlops,
+    active_parameters,
     expected_passes,
     flops_per_token,
-    multiplied_weights,
     parameters_by_part,
-    passes_at,
     sampled_depths,
 )
 from loopscope.training.optimizers import split_parameters
+
+FLOAT32 = 4
+"""Bytes of a number in parameters, gradients, optimiser state, the residual stream and every statistic."""
+BFLOAT16 = 2
 
 MOST_OF_MEMORY = 1.5
 """A plan above so many times the device's memory is refused: no moment of a step holds all that a plan counts."""
@@ -84,15 +88,16 @@ def largest_micro_batch(config: Config, devices: int) -> MicroBatch:
         why = f"cannot be split over {devices} devices × {config.training.accumulate} micro-batches"
         raise ConfigError.of("batch", config.training.batch, why)
     tokens, depth = sequences * config.sequence_length, max(sampled_depths(config))
-    passes = passes_at(config, depth)
-    return MicroBatch(sequences, tokens, depth, int(passes.readouts), math.ceil(passes.head_rows * tokens))
+    readouts = num_readouts(config.objective, depth)
+    rows = math.ceil((1 + config.objective.exit_fraction * (readouts - 1)) * tokens)
+    return MicroBatch(sequences, tokens, depth, readouts, rows)
 
 
 def plan_memory(config: Config, *, devices: int = 1, device_type: str = "cpu", model: LoopedLM | None = None) -> Memory:
-    """Memory of a training step, from shapes; see `Memory` for what each number holds."""
+    """Memory of a training step, counted without numbers; see `Memory` for what each number holds."""
     model = model or build(config.design("a plan"), device="meta")
     kernels, batch = kernels_of(device_type), largest_micro_batch(config, devices)
-    activations, recomputed = activation_bytes(config, kernels, batch, model)
+    step = count_step(config, depth=batch.depth, sequences=batch.sequences, kernels=kernels)
     parameters = FLOAT32 * sum(parameters_by_part(model).values())
     shards = devices if config.training.shard == "full" else 1
     copies = 0 if devices == 1 else 1 if config.training.shard == "none" else 2
@@ -101,9 +106,9 @@ def plan_memory(config: Config, *, devices: int = 1, device_type: str = "cpu", m
         gradients=math.ceil(parameters / shards),
         optimizer=math.ceil(_optimizer_bytes(config, model) / shards),
         communication=copies * parameters,
-        activations=activations,
-        recomputed=recomputed,
-        loss_gradients=_loss_gradient_bytes(config, batch),
+        activations=step.saved,
+        recomputed=step.recomputed,
+        loss_gradients=loss_gradient_bytes(config, step),
         loss_workspace=_loss_workspace_bytes(config, kernels, batch, device_type),
     )
 
@@ -135,29 +140,15 @@ def check_logits(tokens: int, vocab_size: int, *, batch: int, device_type: str) 
         )
 
 
-def activation_bytes(config: Config, kernels: Kernels, batch: MicroBatch, model: LoopedLM) -> tuple[int, int]:
-    """What autograd saves up to the features, and what checkpointing adds to it when a loop is computed again."""
-    ledger = SavedTensors(config, kernels, batch.tokens)
-    states = ledger.step(batch.depth)
-    saved = ledger.total
-    if config.training.checkpoint_loops:
-        ledger.loop(states[-2], batch.depth)
-    recomputed = ledger.total - saved
-    if kernels.compute != FLOAT32:  # autocast saves its low-precision copy of every weight, once
-        parts = (model.prelude, model.recurrence, model.coda_map, model.coda)
-        saved += kernels.compute * sum(multiplied_weights(part) for part in parts if part is not None)
-    return saved, recomputed
-
-
 def _optimizer_bytes(config: Config, model: LoopedLM) -> int:
     matrices, others = (sum(p.numel() for p in part) for part in split_parameters(model))
     return FLOAT32 * ((1 if config.training.optimizer == "muon" else 2) * matrices + 2 * others)
 
 
-def _loss_gradient_bytes(config: Config, batch: MicroBatch) -> int:
-    """Gradients of features and head; thinned-out exits are a second call of the loss, with a V×d of its own."""
-    calls = 2 if config.objective.exit_fraction < 1 and batch.readouts > 1 else 1
-    return FLOAT32 * config.design("a plan").width * (batch.rows + calls * config.model.vocab_size)
+def loss_gradient_bytes(config: Config, step: Counted) -> int:
+    """What the fused loss saves: gradients of features and head in every call, and of the weights where they learn."""
+    width, vocab_size = config.design("a plan").width, config.model.vocab_size
+    return FLOAT32 * sum(width * (rows + vocab_size) + rows * learned for rows, learned in step.loss_calls)
 
 
 def _loss_workspace_bytes(config: Config, kernels: Kernels, batch: MicroBatch, device_type: str) -> int:
@@ -166,7 +157,7 @@ def _loss_workspace_bytes(config: Config, kernels: Kernels, batch: MicroBatch, d
     width, vocab_size = design.width, design.vocab_size
     chunk = int(_loss_chunk(config, batch, device_type).value) * vocab_size
     stacked = 0 if config.objective.placement == "gated" else batch.readouts * batch.tokens * width
-    copies = 0 if kernels.compute == FLOAT32 else kernels.compute * (width * (batch.rows + vocab_size) + chunk)
+    copies = BFLOAT16 * (width * (batch.rows + vocab_size) + chunk) if kernels.autocast else 0
     return FLOAT32 * (stacked + chunk) + copies
 
 
@@ -214,7 +205,7 @@ def choose_speed(device_type: str, flops_per_second: float | None) -> Choice:
 
 def choose_precision(device_type: str) -> Choice:
     """What memory is counted in."""
-    if kernels_of(device_type).compute == FLOAT32:
+    if not kernels_of(device_type).autocast:
         return Choice("precision", "float32", f"no autocast on {device_type}")
     return Choice("precision", "bfloat16", "autocast: layers in bf16; weights, gradients and residual stream float32")
 
@@ -227,6 +218,8 @@ class TrainingPlan:
     """What a run costs; `to_dict` is its JSON, documented in docs/plan.md."""
 
     parameters: dict[str, int]
+    active_parameters: int
+    """Those that a token meets; with a mixture of experts fewer than are stored."""
     passes: Passes
     flops_per_token: TokenFlops
     memory: Memory
@@ -292,8 +285,9 @@ def plan_training(
     speed, utilisation = choose_speed(device_type, flops_per_second), choose_utilisation(device_type)
     return TrainingPlan(
         parameters=parameters_by_part(model),
+        active_parameters=active_parameters(model),
         passes=expected_passes(config),
-        flops_per_token=flops_per_token(config, model),
+        flops_per_token=flops_per_token(config),
         memory=plan_memory(config, devices=devices, device_type=device_type, model=model),
         devices=devices,
         shard=config.training.shard,

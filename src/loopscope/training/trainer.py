@@ -68,7 +68,8 @@ class TrainingStep(nn.Module):
         seen["terms"] = result.terms
         if mode == "watch":
             config, terms = self.objective.config, self.objective.terms(self.model)
-            weights, gated = exit_weights(config, num_loops), config.placement == "gated"
+            gated, drawn = config.placement == "gated", config.placement == "distilled"
+            weights = exit_weights(result.supervised if drawn else config, num_loops)
             with undisturbed(self.model, ids_BT.device):
                 seen["reading"] = read(self.model, result.trace, targets_BT, weights, terms, gated=gated)
         return result.loss, seen
@@ -201,6 +202,7 @@ class Trainer:
         depth = sample_depth(self.config.objective, self.model.num_loops, seed=training.seed, step=step)
         if (scheduled := Scheduled.of(self.model)) is not None:
             scheduled.at_progress(step / training.steps)
+        self.step_module.objective.progress = step / training.steps
         self.step_module.train()
         total = torch.zeros((), device=self.ranks.device)
         seen: dict[str, Any] = {}

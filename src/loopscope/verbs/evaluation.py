@@ -21,14 +21,15 @@ from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batc
 from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.files import read_as
-from loopscope.inference.decoding import Limits
+from loopscope.inference.decoding import Limits, decode
+from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text, parse_halting
 from loopscope.inference.policy_costs import policy_costs
 from loopscope.inference.speculation import Speculator
-from loopscope.inference.speed import Way, time_depths
+from loopscope.inference.speed import DECODE, Way, time_depths
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import Cached, LoopedModel, run_loops
 from loopscope.runs import write_json
-from loopscope.scores import Beyond, CacheTable, Evaluation, Split, Timing, beyond
+from loopscope.scores import Beyond, CacheTable, Evaluation, HaltedScore, Split, Timing, beyond
 from loopscope.targets import Batch, Opened, open_target
 from loopscope.training.plan import check_logits
 from loopscope.training.scores import evaluate_depths, score_answers, score_batch
@@ -132,6 +133,7 @@ def evaluate(
     ways: Mapping[str, Way] | None = None,
     cache_policies: bool = False,
     exit_gap: bool = False,
+    policies: Sequence[str] = (),
     say: Say = lambda text: None,
     progress: OnProgress = lambda what, share: None,
 ) -> EvaluationResult:
@@ -139,7 +141,8 @@ def evaluate(
 
     With `speed` the depths are timed as well, plainly and speculating, and so are other `ways` to decode, by the name
     of what they add to plain decoding. With `cache_policies` the text is decoded under each of them. With `exit_gap`
-    every exit among the depths is taken apart: how much of what it costs would a better reading mend? `progress` is
+    every exit among the depths is taken apart: how much of what it costs would a better reading mend? `policies` are
+    halting policies (files, or RULE:THRESHOLD), which the text is run under at the trained depth. `progress` is
     called after each batch with what is going on and the share of it that is done.
     """
     opened = with_tokenizer(open_target(target), tokenizer)
@@ -149,9 +152,10 @@ def evaluate(
     length = _checked_length(opened, length)
     text = "valid" if data is None else ", ".join(data)
     cached = Cached.needed(opened.model, "comparing cache policies") if cache_policies else None
+    haltings = _haltings(opened, policies)
     if data is None and opened.tokenizer is None and opened.batches is not None:
         scores = _depth_scores(opened.model, _pairs(opened.batches), max(depths))
-        pairs = _pairs(opened.batches)
+        pairs: Iterable[tuple[Tensor, Tensor]] = list(_pairs(opened.batches))
     else:
         tokens = tokens_for(opened, data, say)
         if cached is not None and isinstance(tokens, TaskText):
@@ -163,7 +167,11 @@ def evaluate(
         scores = score_tokens(
             opened.model, tokens, max(depths), length, batch=batch, max_tokens=max_tokens, progress=progress
         )
-        pairs = evaluation_batches(tokens, length, batch, max_tokens)
+        pairs = _Again(lambda: evaluation_batches(tokens, length, batch, max_tokens))
+    if haltings:
+        halted = [_under(opened, name, halting, pairs, progress) for name, halting in haltings.items()]
+        scores = replace(scores, halting=halted)
+        scores = scores if scores.bytes is None else scores.with_bytes(scores.bytes)
     timings, table, gaps = [], None, []
     if speed or cached is not None or exit_gap:
         ids_WT, targets_WT = _windows(pairs, EXIT_WINDOWS if exit_gap else WINDOWS)
@@ -179,9 +187,77 @@ def evaluate(
                 **(ways or {}),
             }
             timings = time_depths(opened.model, prompt, depths, tokens=count, ways=ways, progress=progress)
+            if haltings:
+                scores = replace(scores, halting=_timed(opened, haltings, scores.halting, prompt, count, progress))
         if cached is not None:
             table = _cache_table(opened.model, cached, ids_WT, targets_WT, batch, progress)
     return EvaluationResult(opened, scores.of(depths), scores, text, timings, table, gaps)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Batches that can be gone through more than once."""
+
+    read: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.read()
+
+
+def _haltings(opened: Opened, policies: Sequence[str]) -> dict[str, Halting]:
+    """The policies by name, each refused where it is of another model."""
+    haltings = {name: parse_halting(name, "policies") for name in policies}
+    if haltings:
+        cached = Cached.needed(opened.model, "halting on known text")
+        for halting in haltings.values():
+            halting.check_fits(cached, opened.model.num_loops)
+    return haltings
+
+
+@torch.no_grad()
+def _under(
+    opened: Opened,
+    name: str,
+    halting: Halting,
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    progress: OnProgress,
+) -> HaltedScore:
+    """What the text costs under a policy, on the same tokens as the fixed depths."""
+    device, cached = set_up().device, Cached.needed(opened.model, "halting on known text")
+    total, loops, count = 0.0, 0, 0
+    for ids_BT, targets_BT in pairs:
+        ids_BT, targets_BT = ids_BT.to(device), targets_BT.to(device)
+        halted = halt_on_text(cached, ids_BT, targets_BT, halting, num_loops=opened.model.num_loops)
+        counted_BT = targets_BT != IGNORE_INDEX
+        total += float(halted.ce_BT[counted_BT].double().sum())
+        loops, count = loops + int(halted.exits_BT[counted_BT].sum()), count + int(counted_BT.sum())
+        progress(f"{name}: {count:,} targets", 1.0)
+    threshold = halting.threshold if math.isfinite(halting.threshold) else None
+    return HaltedScore(name, halting.rule.name, threshold, halting.fill, loops / count, total / count)
+
+
+def _timed(
+    opened: Opened,
+    haltings: Mapping[str, Halting],
+    scores: Sequence[HaltedScore],
+    prompt: Sequence[int],
+    tokens: int,
+    progress: OnProgress,
+) -> list[HaltedScore]:
+    """The same with the speed of decoding under each policy, in turns with full depth."""
+
+    def way(halting: Halting) -> Way:
+        def decoding(model: LoopedModel, prompt: Sequence[int], num_loops: int, count: int) -> Iterator[object]:
+            runner = HaltingRunner(Cached.needed(model, "leaving early while decoding"), num_loops, halting)
+            return decode(runner, [prompt], limits=Limits(max_tokens=count))
+
+        return decoding
+
+    ways = {name: way(halting) for name, halting in haltings.items()}
+    depths = [opened.model.num_loops]
+    timings = time_depths(opened.model, prompt, depths, tokens=tokens, ways=ways, progress=progress)
+    rates = {each.what: each.tokens_per_second for each in timings}
+    return [replace(each, tokens_per_second=rates[f"{DECODE}, {each.policy}"]) for each in scores]
 
 
 def _speculating(context: int | None) -> Way:
@@ -228,19 +304,28 @@ def score_tokens(
         return replace(scores, answers=score_answers(model, moved, num_loops))
 
 
-def throughput(model: LoopedModel, vocab_size: int, length: int) -> dict[int, float]:
+def throughput(
+    model: LoopedModel,
+    vocab_size: int,
+    length: int,
+    depths: Sequence[int] | None = None,
+    *,
+    batch: int = BATCH,
+    progress: OnProgress = lambda what, share: None,
+) -> dict[int, float]:
     """Tokens per second of running k loops and reading out once: median of rounds in which all depths take turns."""
     device = set_up().device
-    ids_BT = torch.randint(vocab_size, (BATCH, length), device=device)
-    seconds: dict[int, list[float]] = {k: [] for k in range(1, model.num_loops + 1)}
+    ids_BT = torch.randint(vocab_size, (batch, length), device=device)
+    seconds: dict[int, list[float]] = {k: [] for k in depths or range(1, model.num_loops + 1)}
     with torch.no_grad():
-        for _ in range(1 + TIMED_ROUNDS):  # the first warms up
+        for number in range(1 + TIMED_ROUNDS):  # the first warms up
             for k, times in seconds.items():
                 started = time.perf_counter()
                 model.readout(run_loops(model, ids_BT, num_loops=k).states[k], k)
                 if device == "cuda":
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)
+            progress(f"round {number} of {TIMED_ROUNDS}", (number + 1) / (1 + TIMED_ROUNDS))
     return {k: ids_BT.numel() / statistics.median(times[1:]) for k, times in seconds.items()}
 
 

@@ -21,11 +21,9 @@ from loopscope.inference.speculation import PLAIN, Speculator, Tally, parse_plan
 from loopscope.inference.text import TextStream
 from loopscope.machine import check_bf16_products
 from loopscope.protocol import Cached
-from loopscope.targets import Opened, open_target
+from loopscope.targets import Opened, check_dtype, open_target
 from loopscope.training.session import set_up
 from loopscope.verbs.text import Say, with_tokenizer
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class GenerateOptions:
     num_loops: int | None = None
     """The trained depth by default."""
     halting: str | None = None
-    """RULE:THRESHOLD: tokens leave as soon as the rule's score reaches the threshold (`inference.halting`)."""
+    """A policy file, or RULE:THRESHOLD: tokens leave as soon as the rule's score reaches the threshold."""
     truncate: bool = False
     """Drop the beginning of prompts that are too long for the model; what is kept leaves room for `max_tokens`, and has
     at least half of what the model takes."""
@@ -73,7 +71,7 @@ class GenerateOptions:
     speculate: str = "plain"
     """auto, block:D,M or wave:D: draft with the first loops (`inference.speculation`); one prompt after another."""
     dtype: str | None = None
-    """float32, bfloat16 or float16; as the weights are, by default."""
+    """float32, bfloat16, float16, or own, as a folder stores its weights; see `loopscope.open`."""
     device: str | None = None
     """The best there is, by default."""
 
@@ -87,8 +85,7 @@ class GenerateOptions:
                 raise ConfigError.of("halting", self.halting, why)
         if parse_plan(self.speculate) != PLAIN and self.policies != ALL_EXACT:
             raise ConfigError.of("speculate", self.speculate, "needs an exact cache: leave --cache-policy out")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError.of("dtype", self.dtype, f"expected one of {', '.join(DTYPES)}")
+        check_dtype(self.dtype)
 
 
 class Piece(NamedTuple):
@@ -114,7 +111,7 @@ class Generation:
         say: Say,
     ) -> None:
         self.options = options
-        self.opened = with_tokenizer(open_target(target), tokenizer)
+        self.opened = with_tokenizer(open_target(target, dtype=options.dtype), tokenizer)
         if self.opened.tokenizer is None:
             raise ConfigError(
                 f"{self.opened.name} has no tokenizer to turn text into tokens; name one with --tokenizer (bytes, or a "
@@ -171,7 +168,9 @@ class Generation:
                 runner = runner_for(self.opened.model, self.num_loops, self.options.policies)
             else:
                 cached = Cached.needed(self.opened.model, "leaving early while decoding")
-                runner = HaltingRunner(cached, self.num_loops, parse_halting(self.options.halting))
+                halting = parse_halting(self.options.halting)
+                halting.check_fits(cached, self.num_loops)
+                runner = HaltingRunner(cached, self.num_loops, halting)
             return decode(runner, self._ids, sampling=self.options.sampling, limits=self._limits)
         return chain.from_iterable(self._speculator.decode(ids, number) for number, ids in enumerate(self._ids))
 
@@ -225,14 +224,14 @@ def generate(
 
 
 def _placed(opened: Opened, options: GenerateOptions) -> None:
-    """Bring the model to the device and dtype that are asked for."""
+    """Bring the model to the device that is asked for."""
     model, device = opened.model, options.device or set_up().device
     if not isinstance(model, nn.Module):
         return
     try:
-        if options.dtype == "bfloat16" and torch.device(device).type == "cpu":
+        if options.dtype in ("bfloat16", "own") and torch.device(device).type == "cpu":
             check_bf16_products()
-        model.to(device=device, dtype=None if options.dtype is None else DTYPES[options.dtype])
+        model.to(device=device)
     except (RuntimeError, AssertionError) as error:  # torch's own words: no such device, or no build for it
         raise ConfigError.of("device", device, str(error).splitlines()[0]) from None
     model.eval()

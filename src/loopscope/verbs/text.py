@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from loopscope.data.corpora import Split, open_corpus
+from loopscope.data.corpora import Corpus, Split, open_corpus
 from loopscope.data.packing import SplitTokens
-from loopscope.data.preparation import evaluation_tokens, pack_split
+from loopscope.data.preparation import evaluation_corpus, evaluation_tokens, pack_split
 from loopscope.data.tokenizers import fit_tokenizer
 from loopscope.errors import ConfigError
 from loopscope.targets import Opened
@@ -43,6 +43,11 @@ def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Spli
             f"{tokens.manifest['corpus_sha256']}: what follows is about the new text, parts of which it may have seen"
         )
     return tokens
+
+
+def corpus_for(opened: Opened, data: Sequence[str] | None) -> Corpus:
+    """The corpus behind `tokens_for`; its validation split is the text."""
+    return open_corpus(opened.data) if data is None else evaluation_corpus(tuple(data), opened.data.text_field)
 
 
 def other_text_of(opened: Opened, tokens: SplitTokens) -> str | None:

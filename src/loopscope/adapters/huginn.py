@@ -1,0 +1,138 @@
+"""Huginn checkpoints (model_type "huginn_raven", arXiv 2502.05171) as our own looped model.
+
+    e = prelude(√d·wte[ids])                    h_0 a normal of std √(2/5), cut at three of it
+    h_k = core(adapter·[h_{k−1}; e])            logits_k = wte·ln_f(coda(ln_f(h_k)))
+
+Layers normalise every sum (`norm_placement = sum`), queries and keys have a bias, and rotary positions turn
+neighbouring channels. Published code puts `ln_f` behind the recurrence and behind the coda; in the canonical cut h_k is
+the state before the first of the two. The state that a text starts from is drawn anew by the published code in every
+call, and fixed per position here, so that a text has one answer.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, Shape, randomly_deep
+from loopscope.config import ModelConfig
+from loopscope.model.looped_lm import build
+
+EMBEDDING = "transformer.wte.weight"
+PARTS = {"prelude": "prelude", "recurrence.core": "core_block", "coda": "coda"}
+"""Our stacks of layers → theirs; Parcae's files have the same."""
+BACKPROP_LOOPS = 8
+"""Loops that published training back-propagates through, where config.json does not say."""
+
+
+def described(fields: Fields) -> Foreign:
+    """The model that config.json describes, without weights."""
+    model = design_of(fields)
+    backprop = BACKPROP_LOOPS if fields.get("mean_backprop_depth") is None else fields.whole("mean_backprop_depth")
+    return Foreign(
+        make=partial(build, model, device="meta"),
+        vocab_size=model.vocab_size,
+        max_length=model.max_length,
+        objective=randomly_deep(model.num_loops, backprop),
+        layout=layout(model),
+        copies={"lm_head.weight": EMBEDDING} if model.tie_head else {},
+        unused=("freqs_cis",),
+        notes=("the state a text starts from is noise: published code draws it anew, here every position has its own",),
+    )
+
+
+def design_of(fields: Fields) -> ModelConfig:
+    """A Huginn config.json in our words; what our layers do not have is refused."""
+    fields.only(
+        block_class_name="SandwichBlock",
+        mlp_class_name="GatedMLP",
+        nonlin_name="SiLU",
+        injection_type="linear",
+        state_init="like-init",
+        bias=False,
+        test_time_noise=0,
+    )
+    heads = fields.whole("num_attention_heads" if fields.get("n_heads") is None else "n_heads")
+    fields.only(num_key_value_heads=heads)
+    width = fields.whole("n_embd")
+    embedding_scale, std = _initial_values(fields, width)
+    with fields.building():
+        return ModelConfig(
+            vocab_size=fields.padded_vocab_size(),
+            width=width,
+            prelude_layers=fields.whole("n_layers_in_prelude"),
+            num_layers=fields.whole("n_layers_in_recurrent_block"),
+            coda_layers=fields.whole("n_layers_in_coda"),
+            num_loops=fields.whole("mean_recurrence"),
+            num_heads=heads,
+            qk_bias=fields.flag("qk_bias"),
+            mlp_width=fields.whole("intermediate_size"),
+            dropout=0.0,
+            embedding_scale=embedding_scale,
+            positions="rope",
+            max_length=fields.whole("block_size"),
+            rope_base=fields.number("rope_base"),
+            rope_pairs="interleaved",
+            norm_eps=fields.number("norm_eps"),
+            norm_placement="sum",
+            coda_norm="rmsnorm",
+            share_readout_norm=True,
+            injection="concat",
+            state_init="noise",
+            noise_std=std * embedding_scale,
+            tie_head=fields.flag("tie_embeddings"),
+            init="huginn",
+        )
+
+
+def _initial_values(fields: Fields, width: int) -> tuple[float, float]:
+    """Factor on the embedding and std of the first state, √d and √(2/5d) unless `init_values` says otherwise."""
+    values = fields.get("init_values")
+    if values is None:
+        return math.sqrt(width), math.sqrt(2 / (5 * width))
+    if not isinstance(values, dict):
+        raise FieldError(f"{fields.path}: init_values = {values!r} is not a mapping")
+    own = Fields(fields.path, values)
+    return own.number("embed_scale"), own.number("std")
+
+
+def layout(config: ModelConfig) -> Layout:
+    """Where every tensor of a checkpoint goes."""
+    width = config.width
+    table: Layout = {
+        "embedding.weight": {EMBEDDING: (config.vocab_size, width)},
+        "recurrence.injection.project.weight": {"transformer.adapter.weight": (width, 2 * width)},
+        "readout_map.norm.weight": {"transformer.ln_f.weight": (width,)},
+    }
+    if not config.tie_head:
+        table["unembedding.weight"] = {"lm_head.weight": (config.vocab_size, width)}
+    return table | layers(config, _layer(config))
+
+
+def layers(config: ModelConfig, one: dict[str, dict[str, Shape]]) -> Layout:
+    """The table of one layer for all layers of prelude, core and coda."""
+    counts = (config.prelude_layers, config.num_layers, config.coda_layers)
+    return {
+        f"{ours}.layers.{index}.{name}": {f"transformer.{theirs}.{index}.{each}": of for each, of in parts.items()}
+        for (ours, theirs), count in zip(PARTS.items(), counts, strict=True)
+        for index in range(count)
+        for name, parts in one.items()
+    }
+
+
+def _layer(config: ModelConfig) -> Layout:
+    """Files stack q, k and v, and gate and up, as we do."""
+    width, hidden, heads = config.width, config.mlp_hidden, config.num_heads
+    table: Layout = {
+        "attention_norms.norm.weight": {"norm_1.weight": (width,)},
+        "attention.qkv.weight": {"attn.Wqkv.weight": (3 * width, width)},
+        "attention.out.weight": {"attn.proj.weight": (width, width)},
+        "attention_norms.sum_norm.weight": {"norm_2.weight": (width,)},
+        "feed_forward_norms.norm.weight": {"norm_3.weight": (width,)},
+        "feed_forward.up.weight": {"mlp.fc.weight": (2 * hidden, width)},
+        "feed_forward.out.weight": {"mlp.proj.weight": (width, hidden)},
+        "feed_forward_norms.sum_norm.weight": {"norm_4.weight": (width,)},
+    }
+    if config.qk_bias:
+        table["attention.qk_bias"] = {"attn.qk_bias": (2, 1, heads, config.head_channels)}
+    return table

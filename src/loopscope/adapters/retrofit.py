@@ -1,0 +1,144 @@
+"""An ordinary `llama`- or `qwen3`-type checkpoint as a looped model: the cheapest way into loops (arXiv 2511.07384).
+
+    e = first layers(embed_tokens[ids])         prelude
+    h_k = middle layers(h_{k−1}), h_0 = e       core, run num_loops times; with an adapter on W·[h_{k−1}; e]
+    logits_k = lm_head(norm(last layers(h_k)))  coda
+
+With one loop it is the ordinary model itself. Every layer keeps its weights; layers may be dropped, as in the published
+retrofit of TinyLlama (prelude 0–3, core 10–17, coda 18–21).
+
+Open: how the published adapter starts. Ours starts as the mean, W = [½I | ½I]: since h_0 = e, the first loop still is
+the ordinary model, and every later loop reads the input again. The published model starts from noise instead of e.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from loopscope.adapters.foreign import Fields, Foreign, Layout, Shape, attention_rows, randomly_deep
+from loopscope.adapters.huginn import BACKPROP_LOOPS
+from loopscope.config import ModelConfig
+from loopscope.errors import ConfigError
+from loopscope.model.looped_lm import build
+from loopscope.words import Retrofit
+
+EMBEDDING = "model.embed_tokens.weight"
+ORDINARY = ("llama", "qwen3")
+"""Model types that can be looped."""
+
+
+def described(fields: Fields, how: Retrofit) -> Foreign:
+    """The looped model that config.json and the word describe, without weights."""
+    parts = _parts(fields, how)
+    model = design_of(fields, how, parts)
+    given = {}
+    if how.adapter:
+        half = torch.eye(model.width) / 2
+        given["recurrence.injection.project.weight"] = torch.cat([half, half], dim=1)
+    return Foreign(
+        make=partial(build, model, device="meta"),
+        vocab_size=model.vocab_size,
+        max_length=model.max_length,
+        objective=randomly_deep(model.num_loops, BACKPROP_LOOPS),
+        layout=layout(model, parts),
+        given=given,
+        copies={"lm_head.weight": EMBEDDING} if model.tie_head else {},
+        unused=[f"model.layers.{number}.{name}" for number in how.drop_layers for name in _names(model)],
+        notes=(_note(parts, how),),
+    )
+
+
+def design_of(fields: Fields, how: Retrofit, parts: dict[str, list[int]]) -> ModelConfig:
+    """The configuration of the looped model; what our layers do not have is refused."""
+    fields.check_plain_transformer(own_head_width=True)
+    if fields.flag("use_sliding_window") or fields.get("sliding_window") is not None:
+        raise fields.unsupported("sliding_window", "only full attention is")
+    kinds = fields.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise fields.unsupported("layer_types", "only full_attention is")
+    chosen: dict[str, Any] = {"injection": "concat"} if how.adapter else {}
+    heads = fields.whole("num_attention_heads")
+    with fields.building():
+        return ModelConfig(
+            vocab_size=fields.whole("vocab_size"),
+            width=fields.whole("hidden_size"),
+            prelude_layers=len(parts["prelude"]),
+            num_layers=len(parts["core"]),
+            coda_layers=len(parts["coda"]),
+            num_loops=how.num_loops,
+            num_heads=heads,
+            num_kv_heads=heads if fields.get("num_key_value_heads") is None else fields.whole("num_key_value_heads"),
+            head_width=None if fields.get("head_dim") is None else fields.whole("head_dim"),
+            qk_norm=fields.get("model_type") == "qwen3",
+            mlp_width=fields.whole("intermediate_size"),
+            dropout=0.0,
+            positions="rope",
+            max_length=fields.whole("max_position_embeddings"),
+            rope_base=fields.rope_base(),
+            norm_eps=fields.number("rms_norm_eps"),
+            tie_head=fields.flag("tie_word_embeddings"),
+            init="scaled",
+            **chosen,
+        )
+
+
+def _parts(fields: Fields, how: Retrofit) -> dict[str, list[int]]:
+    """Their layers in prelude, core and coda, by number."""
+    count = fields.whole("num_hidden_layers")
+    for name, layers in (("loop-layers", how.loop_layers), ("drop-layers", how.drop_layers)):
+        if layers and layers[-1] >= count:
+            given = f"{name}={layers[0]}..{layers[-1]}"
+            raise ConfigError(f"{given}: {fields.path} has {count} layers, numbered from 0 to {count - 1}")
+    kept = [number for number in range(count) if number not in how.drop_layers]
+    first, last = how.loop_layers[0], how.loop_layers[-1]
+    return {
+        "prelude": [number for number in kept if number < first],
+        "core": list(how.loop_layers),
+        "coda": [number for number in kept if number > last],
+    }
+
+
+def layout(config: ModelConfig, parts: dict[str, list[int]]) -> Layout:
+    """Where every tensor of a checkpoint goes."""
+    table: Layout = {
+        "embedding.weight": {EMBEDDING: (config.vocab_size, config.width)},
+        "readout_map.norm.weight": {"model.norm.weight": (config.width,)},
+    }
+    if not config.tie_head:
+        table["unembedding.weight"] = {"lm_head.weight": (config.vocab_size, config.width)}
+    for part, numbers in parts.items():
+        at = "recurrence.core" if part == "core" else part
+        for index, number in enumerate(numbers):
+            for ours, theirs in _layer(config).items():
+                named = {f"model.layers.{number}.{name}": shape for name, shape in theirs.items()}
+                table[f"{at}.layers.{index}.{ours}"] = named
+    return table
+
+
+def _layer(config: ModelConfig) -> Layout:
+    width, hidden = config.width, config.mlp_hidden
+    table: Layout = {
+        "attention_norms.norm.weight": {"input_layernorm.weight": (width,)},
+        "attention.qkv.weight": attention_rows(config, [f"self_attn.{name}_proj.weight" for name in "qkv"]),
+        "attention.out.weight": {"self_attn.o_proj.weight": (width, config.attention_width)},
+        "feed_forward_norms.norm.weight": {"post_attention_layernorm.weight": (width,)},
+        "feed_forward.up.weight": {"mlp.gate_proj.weight": (hidden, width), "mlp.up_proj.weight": (hidden, width)},
+        "feed_forward.out.weight": {"mlp.down_proj.weight": (width, hidden)},
+    }
+    if config.qk_norm:
+        gain: Shape = (config.head_channels,)
+        table |= {f"attention.{one}_norm.weight": {f"self_attn.{one}_norm.weight": gain} for one in "qk"}
+    return table
+
+
+def _names(config: ModelConfig) -> list[str]:
+    return [name for theirs in _layer(config).values() for name in theirs]
+
+
+def _note(parts: dict[str, list[int]], how: Retrofit) -> str:
+    counts = ", ".join(f"{len(numbers)} in the {part}" for part, numbers in parts.items())
+    adapter = "; the adapter on [h; e] starts as their mean" if how.adapter else ""
+    return f"an ordinary model, opened as a looped one ({counts}): its loops have not been trained{adapter}"

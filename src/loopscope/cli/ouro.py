@@ -1,0 +1,290 @@
+"""`loopscope reproduce ouro`: the paper's checks of Ouro 1.4B; `ouro-train`: training with and without its norm."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from tyro.conf import Positional
+
+from loopscope.cli.eval import parse_depths
+from loopscope.cli.rows import run_rows
+from loopscope.cli.terminal import print_json, print_tables, print_words, progress, say
+from loopscope.data.files import check_sources
+from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, suggest
+from loopscope.experiments.conditions import MOST_SEEDS, OURO_CONDITIONS, OuroSize, choose_seeds
+from loopscope.words import check_word
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from loopscope.experiments.backends import Backend
+    from loopscope.experiments.ouro_training import TrainingRequest
+    from loopscope.experiments.rows import Layout, RowSpec
+    from loopscope.experiments.tables import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOuro:
+    """Flags of `loopscope reproduce ouro`."""
+
+    target: Positional[str]
+    """A folder in Ouro's format, hf:ORG/NAME, or any other target that is read out by a norm before its head."""
+    depths: str = "1..8"
+    """Numbers of loops K to run and read out, as 1..8 or 1,2,4."""
+    data: tuple[str, ...] | None = None
+    """Text to measure on; by default the target's own, or the built-in one."""
+    tokenizer: str | None = None
+    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    length: int | None = None
+    """Tokens of a sequence; by default as in training, and 256 for models that do not say."""
+    max_tokens: int | None = 65_536
+    """Tokens that perplexity is measured on."""
+    sweep_tokens: int = 2048
+    """Tokens that the α-sweep, gradients, norms and the exit gate are measured on."""
+    batch: int = 8
+    """Sequences at a time."""
+    out: Path | None = None
+    """Output folder; by default runs/ouro-NAME."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    help: ClassVar[str] = """The paper's checks of Ouro 1.4B on one model: Figures 5 and 7 and their tables.
+
+Scales the state by α from 0.1 to 10 before the readout, at every depth, with the norm before the head and without it
+(the norm inside the loop stays); radial gradient share; perplexity and throughput at every depth; norms of tokens; what
+the exit gate does. Writes ouro.json, tables and figures. What has been measured is kept: the same command goes on after
+an interruption. Exit code 1 when the loss is not flat with the norm, or not sharp without.
+
+examples:
+  loopscope reproduce ouro downloads/Ouro-1.4B --data wiki/test.txt
+  loopscope reproduce ouro hf:ByteDance/Ouro-1.4B --data wiki/test.txt --depths 1..8
+  loopscope reproduce ouro runs/nano --depths 1,2,4 --sweep-tokens 512 --json"""
+
+    def __post_init__(self) -> None:
+        parse_depths(self.depths)
+        for name in ("length", "max_tokens", "sweep_tokens", "batch"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError.of(name, value, "must be at least 1")
+
+    def run(self) -> int:
+        """Measure what is not measured yet, and print."""
+        check_word(self.target)
+        check_sources(self.data or ())
+        from loopscope.experiments.ouro import check_ouro
+        from loopscope.experiments.ouro_record import Asked
+        from loopscope.experiments.ouro_tables import conclusion, publish_ouro
+
+        name = Path(self.target.removeprefix("hf:").replace(":", "-")).name
+        out = self.out or Path("runs") / f"ouro-{name}"
+        asked = Asked(
+            depths=parse_depths(self.depths),
+            data=list(self.data or ()),
+            tokenizer=self.tokenizer or "",
+            length=self.length,
+            max_tokens=self.max_tokens,
+            sweep_tokens=self.sweep_tokens,
+        )
+        try:
+            with progress(self.target) as advance:
+                record = check_ouro(self.target, asked, out, batch=self.batch, say=say, progress=advance)
+        except KeyboardInterrupt:
+            say(f"interrupted; what was measured is in {out}/ouro.json, and the same command goes on")
+            return EXIT_INTERRUPTED
+        tables = publish_ouro(record, out, say)
+        if self.json:
+            print_json(**record.to_json(), out=str(out))
+        else:
+            print_tables(*(_rich(_brief(table)) for table in tables))
+            print_words(f"{conclusion(record)}\nouro.json, tables and figures in {out}")
+        return EXIT_OK if record.verdict == "holds" else EXIT_FINDINGS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOuroTrain:
+    """Flags of `loopscope reproduce ouro-train`."""
+
+    size: OuroSize = "nano"
+    """Size of the models, all of Ouro's design; demo, nano and micro are for CPUs."""
+    conditions: str = "all"
+    """Of terminal+rmsnorm, terminal+raw, per-loop+rmsnorm and per-loop+raw, with commas between."""
+    seeds: int = 1
+    """Seeds per condition: 42, 101, 202, …"""
+    steps: int | None = None
+    """Optimiser steps of a row; by default the preset's, and 10,000 at 1.4B."""
+    batch: int | None = None
+    """Sequences per step, over all processes of a row."""
+    accumulate: int = 1
+    """Micro-batches a step is split into."""
+    length: int | None = None
+    """Tokens of a sequence; by default the preset's, and 2,048 at 1.4B."""
+    lr: float | None = None
+    """Peak learning rate; by default the preset's, and 3e-4 at 1.4B."""
+
+    data: tuple[str, ...] | None = None
+    """Training text, as in `loopscope train`; by default FineWeb, streamed, as much as the steps take."""
+    valid: tuple[str, ...] | None = None
+    """Validation text; by default documents held out of the training text."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json (Ouro's own, say); by default byte pairs, trained on the training text."""
+    eval_tokens: int | None = 65_536
+    """Most tokens a row is evaluated on."""
+    sweep_tokens: int = 2048
+    """Tokens of the α-sweep."""
+
+    out: Path | None = None
+    """Output folder; by default runs/ouro-train-SIZE."""
+    processes_per_row: int = 1
+    """Processes of a row, under torchrun: one for each GPU."""
+    shard: Literal["none", "full"] = "none"
+    """Processes of a row replicate the model (DDP) or shard it (FSDP2)."""
+    checkpoint_loops: bool = False
+    """Recompute each loop in the backward pass; see loopscope plan."""
+    rows_at_once: int | None = None
+    """Rows that run side by side; by default as many as there are cores for."""
+    threads: int = 1
+    """CPU threads of a process."""
+    gpus_per_row: int = 0
+    """GPUs of a row of one process: 0 or 1."""
+    retries: int = 2
+    """Further attempts at a row whose process crashed."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    help: ClassVar[
+        str
+    ] = """Train Ouro's design with the norm before its head and without, then sweep α on both: Figure 6.
+
+Only the norm before the head goes; the one inside the loop stays. Cross-entropy at the last loop or at every loop, the
+same batches in every row. Rows are those of `loopscope reproduce`: the same command resumes, and several invocations
+share the work. Exit code 1 when CE is not flat over α with the norm or not sharp without, or a row failed. What it
+needs at 1.4B: loopscope plan --preset ouro-1.4b --sequence-length 2048, and docs/ouro.md.
+
+examples:
+  loopscope reproduce ouro-train --size nano --data wiki/*.txt
+  loopscope reproduce ouro-train --size demo --steps 50 --conditions per-loop+rmsnorm,per-loop+raw --data builtin
+  loopscope reproduce ouro-train --size ouro-1.4b --processes-per-row 8 --shard full \\
+      --checkpoint-loops --accumulate 8"""
+
+    def __post_init__(self) -> None:
+        names = (
+            "steps",
+            "batch",
+            "accumulate",
+            "length",
+            "eval_tokens",
+            "sweep_tokens",
+            "rows_at_once",
+            "threads",
+            "seeds",
+        )
+        for name in (*names, "processes_per_row"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError.of(name, value, "must be at least 1")
+        for name in ("gpus_per_row", "retries"):
+            if getattr(self, name) < 0:
+                raise ConfigError.of(name, getattr(self, name), "must not be negative")
+        if self.lr is not None and not 0 < self.lr < float("inf"):
+            raise ConfigError.of("lr", self.lr, "must be above 0")
+        if self.seeds > MOST_SEEDS:
+            raise ConfigError.of("seeds", self.seeds, f"must be at most {MOST_SEEDS}")
+        self._conditions()
+
+    def run(self) -> int:
+        """Train what is not trained, check what is not checked, and print."""
+        check_sources(self.data or ())
+        from loopscope.experiments.ouro_training import checks_asked, laid_out, publish_training
+
+        out = self.out or Path("runs") / f"ouro-train-{self.size}"
+        specs: dict[str, RowSpec] = {}
+
+        def lay_out() -> Layout:
+            layout = laid_out(self._request(), out, ["loopscope", *sys.argv[1:]], say)
+            specs.update({row.name: row for row in layout.rows})
+            return layout
+
+        try:
+            rows = run_rows(lay_out, self._backend, self.retries)
+            finished = [row.spec for row in rows if row.state == "finished"]
+            from loopscope.experiments.ouro import check_ouro
+
+            for spec in finished:
+                folder = out / "rows" / spec.name
+                with progress(spec.name) as advance:
+                    check_ouro(folder, checks_asked(spec, self.sweep_tokens), folder, say=say, progress=advance)
+        except KeyboardInterrupt:
+            say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
+            return EXIT_INTERRUPTED
+        trained, table = publish_training(self.size, specs, out, say)
+        failed = [row for row in rows if row.state != "finished"]
+        for row in failed:
+            say(f"{row.spec.name} {row.state}: {row.error} (log in {out}/rows)")
+        if self.json:
+            failures = [{"name": row.spec.name, "error": row.error} for row in failed]
+            print_json(size=self.size, rows=[asdict(each) for each in trained], failures=failures, out=str(out))
+        else:
+            print_tables(_rich(table))
+            print_words(f"ouro-train.json, tables and Figure 6 in {out}; every row has an ouro.json")
+        return EXIT_OK if not failed and all(each.verdict == "holds" for each in trained) else EXIT_FINDINGS
+
+    def _conditions(self) -> list[str]:
+        names = (
+            list(OURO_CONDITIONS) if self.conditions == "all" else [each.strip() for each in self.conditions.split(",")]
+        )
+        for name in names:
+            if name not in OURO_CONDITIONS:
+                raise ConfigError.of("conditions", name, suggest(name, ["all", *OURO_CONDITIONS]))
+        return list(dict.fromkeys(names))
+
+    def _request(self) -> TrainingRequest:
+        from loopscope.experiments.ouro_training import TrainingRequest
+
+        return TrainingRequest(
+            size=self.size,
+            conditions=self._conditions(),
+            seeds=choose_seeds(self.seeds),
+            steps=self.steps,
+            batch=self.batch,
+            accumulate=self.accumulate,
+            length=self.length,
+            lr=self.lr,
+            data=self.data,
+            valid=self.valid,
+            tokenizer=self.tokenizer,
+            eval_tokens=self.eval_tokens,
+            shard=self.shard,
+            checkpoint_loops=self.checkpoint_loops,
+            threads=self.threads,
+        )
+
+    def _backend(self) -> Backend:
+        from loopscope.experiments.backends import make_backend
+
+        return make_backend(
+            "here",
+            rows_at_once=self.rows_at_once,
+            threads=self.threads,
+            gpus=self.gpus_per_row,
+            retries=self.retries,
+            processes=self.processes_per_row,
+        )
+
+
+def _brief(table: Table) -> Table:
+    """The sweep of every depth is in its file; on the terminal the trained one says enough."""
+    trained = [row for row in table.rows if row[0].endswith("*")]
+    return replace(table, rows=trained) if table.name == "alpha_sweep" and trained else table
+
+
+def _rich(made: Table) -> RichTable:
+    from rich.table import Table
+
+    table = Table(title=made.title, title_justify="left", caption=made.note, caption_justify="left")
+    for number, name in enumerate(made.header):
+        table.add_column(name, justify="left" if number == 0 else "right", overflow="fold")
+    for row in made.rows:
+        table.add_row(*row)
+    return table

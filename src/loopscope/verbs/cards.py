@@ -1,0 +1,207 @@
+"""A model card: README.md of an exported folder, with what is known of the model and nothing that is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from loopscope.config import Config, ModelConfig
+from loopscope.files import Part, read_as
+from loopscope.readings import Audit, driven_by_training, in_fold
+from loopscope.scores import Evaluation, Split
+
+ESSENTIAL = ("vocab_size", "width", "num_layers", "num_loops", "prelude_layers", "coda_layers", "num_heads", "readout")
+"""Fields of the design that a card shows even where they have their usual values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a card is made of; what is None was not measured."""
+
+    name: str
+    design: ModelConfig
+    parameters: int
+    dtype: str
+    config: Config | None
+    """How it was trained, where that is known."""
+    step: int | None
+    text: dict[str, Any]
+    """What the manifest says of its text; empty where nobody does."""
+    audit: Audit | None
+    evaluation: Evaluation | None
+    policy: Policy | None
+
+    def to_markdown(self) -> str:
+        """The whole README.md."""
+        sections = [
+            _front_matter(),
+            f"# {self.name}\n\n{self._opening()}",
+            _loading(self.design.num_loops),
+            self._configuration(),
+            self._training(),
+            "" if self.audit is None else _audited(self.audit),
+            "" if self.evaluation is None else _frontier(self.evaluation),
+            "" if self.policy is None else self.policy.to_markdown(),
+        ]
+        return "\n\n".join(filter(None, sections)) + "\n"
+
+    def _opening(self) -> str:
+        design = self.design
+        around = [f"{n} {part}" for part, n in (("prelude", design.prelude_layers), ("coda", design.coda_layers)) if n]
+        beside = f" (and {' and '.join(around)} layers outside the loop)" if around else ""
+        return (
+            f"A looped language model: {design.num_layers} shared layers of width {design.width}, run "
+            f"{design.num_loops} times{beside}; {self.parameters:,} parameters in {self.dtype}. It can be read out "
+            "after any loop, and run for more loops than it was trained at."
+        )
+
+    def _configuration(self) -> str:
+        usual = ModelConfig()
+        shown = {
+            each.name: getattr(self.design, each.name)
+            for each in fields(ModelConfig)
+            if each.name in ESSENTIAL or getattr(self.design, each.name) != getattr(usual, each.name)
+        }
+        return "## Configuration\n\n" + _table(
+            ("field", "value"), ((f"`{name}`", value) for name, value in shown.items())
+        )
+
+    def _training(self) -> str:
+        lines = [] if self.step is None else [f"Trained for {self.step:,} steps."]
+        if self.config is not None:
+            objective, training = self.config.objective, self.config.training
+            terms = {"norm penalty": objective.norm_penalty, "scale anchor": objective.scale_anchor}
+            besides = "".join(f", {name} {value:g}" for name, value in terms.items() if value)
+            lines.append(
+                f"Objective: cross-entropy placed {objective.placement}{besides}. {training.optimizer}, learning rate "
+                f"{training.lr:g} ({training.schedule}), {training.batch} sequences of "
+                f"{self.config.sequence_length} tokens a step, seed {training.seed}."
+            )
+        if corpus := self.text.get("corpus"):
+            digest = self.text.get("corpus_sha256")
+            lines.append(f"Text: {_inline(corpus)}" + (f", SHA-256 `{_inline(digest)}`." if digest else "."))
+        if kind := self.text.get("tokenizer"):
+            lines.append(f"Tokenizer: {_inline(kind)}.")
+        return "## Training\n\n" + "\n".join(lines) if lines else ""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A halting policy of `loopscope calibrate`, as far as its file can be read."""
+
+    rule: str
+    threshold: float | None
+    num_loops: int | None
+    max_ppl_increase: float | None
+    confidence: float | None
+    mean_loops: float | None
+
+    @classmethod
+    def from_json(cls, part: Part) -> Policy:
+        """What can be read of a policy file."""
+        promise, test = part.part("promise"), part.part("test")
+        return cls(
+            part.text("rule"),
+            part.number("threshold"),
+            part.integer("num_loops"),
+            promise.number("max_ppl_increase"),
+            promise.number("confidence"),
+            test.number("mean_loops"),
+        )
+
+    def to_markdown(self) -> str:
+        """The rule, what it promises and what it saves."""
+        threshold = "never" if self.threshold is None else f"{self.threshold:.4g}"
+        lines = [f"`policy.json`: a token leaves as soon as its {_inline(self.rule)} reaches {threshold}."]
+        if self.max_ppl_increase is not None and self.confidence is not None:
+            lines.append(
+                f"Certified: at most {self.max_ppl_increase:.3g} more perplexity with confidence {self.confidence:g}, "
+                "on teacher-forced text of the same kind."
+            )
+        if self.mean_loops is not None and self.num_loops is not None:
+            lines.append(f"Mean loops a token on test text: {self.mean_loops:.2f} of {self.num_loops}.")
+        return "## Halting\n\n" + "\n".join(lines)
+
+
+def read_results(folder: Path) -> tuple[Audit | None, Evaluation | None, Policy | None]:
+    """audit.json, eval.json and policy.json of a folder, as far as they are there and can be read."""
+    return (
+        read_as(folder / "audit.json", Audit.from_json, {}),
+        read_as(folder / "eval.json", Evaluation.from_json, {}),
+        read_as(folder / "policy.json", Policy.from_json, {}),
+    )
+
+
+def _front_matter() -> str:
+    """What the hub sorts models by; no licence is claimed for anybody's weights."""
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- loopscope\n- looped-transformer\n---"
+    )
+
+
+def _loading(num_loops: int) -> str:
+    return f"""## Load
+
+```python
+import loopscope.hf  # registers the model; no remote code
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME)
+inputs = tokenizer("The river", return_tensors="pt")
+model.generate(**inputs, max_new_tokens=40, num_loops={num_loops})  # any depth
+```
+
+Every verb of [loopscope](https://pypi.org/project/loopscope/) opens it, too: `loopscope audit FOLDER`,
+`loopscope eval hf:ORG/NAME --depths 1..{2 * num_loops}`."""
+
+
+def _audited(audit: Audit) -> str:
+    rows = (
+        (
+            _inline(variable.name),
+            variable.verdict,
+            "" if variable.free_range is None else in_fold(variable.free_range),
+            driven_by_training(variable.drift) if variable.driven and variable.drift is not None else "",
+        )
+        for variable in audit.variables
+    )
+    step = "" if audit.step is None else f" at step {audit.step:,}"
+    return (
+        f"## Audit\n\nVerdict{step}: **{audit.verdict}**. {_inline(audit.summary)}\n\n"
+        "A free range is how far a variable of the state may grow before the objective notices 1 % of perplexity.\n\n"
+        + _table(("variable", "verdict", "free range", "in training"), rows)
+    )
+
+
+def _frontier(evaluation: Evaluation) -> str:
+    parts = [_depths(name, split, evaluation.tokenizer) for name, split in evaluation.splits.items() if split.depths]
+    return "\n\n".join(["## By depth", *parts]) if parts else ""
+
+
+def _depths(name: str, split: Split, tokenizer: str) -> str:
+    rows = (
+        (depth.k, *(_number(each) for each in (depth.ce, depth.perplexity, depth.bits_per_byte, depth.norm)))
+        for depth in split.depths
+    )
+    counted = "" if split.tokens is None else f", {split.tokens:,} tokens"
+    title = f"Text: {_inline(name)}{counted} ({_inline(tokenizer)} tokenizer)."
+    return f"{title}\n\n" + _table(("loops", "CE (nats/token)", "perplexity", "bits per byte", "‖h‖"), rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join("| " + " | ".join(_inline(cell) for cell in line) + " |" for line in lines)
+
+
+def _inline(value: object) -> str:
+    """A value in one line of Markdown: results come from files, and must not open a table or a tag of their own."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
