@@ -55,6 +55,8 @@ FIRST = {
     "reproduce ouro": ["run", "--out", "ouro"],
     "reproduce ouro-train": ["--size", "demo", "--data", "text.txt", "--out", "ouro-train"],
     "quickstart": ["--out", "grid"],
+    "atlas": ["--out", "atlas"],
+    "scaling": ["run", "--out", "law"],
     "env": [],
 }
 """A command that is right, to which one flag more is added."""
@@ -105,6 +107,8 @@ def place(tmp_path_factory) -> Iterator[Path]:
         patch.setattr("loopscope.verbs.generation.Generation.__iter__", reached)
         patch.setattr("loopscope.cli.reproduce.run_rows", reached)
         patch.setattr("loopscope.cli.quickstart.run_rows", reached)
+        patch.setattr("loopscope.cli.atlas.run_rows", reached)
+        patch.setattr("loopscope.experiments.scaling.scaling", reached)
         patch.setattr("loopscope.cli.ouro.run_rows", reached)
         patch.setattr("loopscope.experiments.ouro.check_ouro", reached)
         yield folder
