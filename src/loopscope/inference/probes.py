@@ -36,9 +36,7 @@ GRADIENT = 1e-9
 """Largest entry of the gradient of a solution."""
 
 
-def fit_probe(
-    model: LoopedModel, texts: Iterable[Tensor], num_loops: int, bound: float, *, seed: int = 0
-) -> Probe:
+def fit_probe(model: LoopedModel, texts: Iterable[Tensor], num_loops: int, bound: float, *, seed: int = 0) -> Probe:
     """A probe of every loop but the last, fitted on all tokens of these ids_BT.
 
     Also on those that are no answer of a task: they leave by the same score, and answers look at what they show.
