@@ -309,7 +309,7 @@ class SettlesByFirstChannel(torch.nn.Module, ls.Cached):
 
 def test_a_probe_learns_which_tokens_have_settled(ids_BT):
     model, ids_BT = SettlesByFirstChannel(), ids_BT % 8
-    fitted = fit_probe(model, [(ids_BT, ids_BT)], 3, 0.01)
+    fitted = fit_probe(model, [ids_BT], 3, 0.01)
     halted = halt_on_text(model, ids_BT, ids_BT, Halting(fitted, 0.0), num_loops=3)
     assert torch.equal(halted.exits_BT == 1, ids_BT % 2 == 0)
     assert set(halted.exits_BT.flatten().tolist()) == {1, 3}

@@ -465,7 +465,7 @@ class HaltingRunner:
         """Loops of the last token of a sequence."""
         return self._spent[number]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits_V after each prompt, at full depth unless prompts halt too, token by token."""
         self.row = self.cache.take_rows(len(prompts))
@@ -484,7 +484,7 @@ class HaltingRunner:
             logits.append(logits_BV[0])
         return logits
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, numbers: Sequence[int], ids: Sequence[int]) -> Tensor:
         """Logits_BV after one more token of each of these sequences, at the loop each of them leaves at."""
         rows = [self.row[number] for number in numbers]
@@ -497,27 +497,26 @@ class HaltingRunner:
             state = self.model.loop(state, k, view)
             look = Look(self.model, state, k, self.num_loops, view, look)
             leaves_B = self.halting.leaves(look)[:, -1]
-            if not leaves_B.any():
+            leaves = leaves_B.tolist()  # one word from the device a loop
+            if not any(leaves):
                 continue
-            for place in leaves_B.nonzero()[:, 0].tolist():
-                index = running[place]
+            gone = [index for index, is_leaving in zip(running, leaves, strict=True) if is_leaving]
+            for place, index in zip((place for place, it in enumerate(leaves) if it), gone, strict=True):
                 logits[index], self._spent[numbers[index]] = look.logits_BTV[place, -1], k
             if k < self.num_loops:
-                gone = [index for index, leaves in zip(running, leaves_B.tolist(), strict=True) if leaves]
-                self._fill(state.take(leaves_B), k, [rows[index] for index in gone], [starts[index] for index in gone])
-            stays_B = ~leaves_B
-            running = [index for index, stays in zip(running, stays_B.tolist(), strict=True) if stays]
-            if not running:
+                self._fill(state, leaves_B, k, [rows[index] for index in gone], [starts[index] for index in gone])
+            if len(gone) == len(running):
                 break
-            state, look = state.take(stays_B), look.take(stays_B)
+            running = [index for index, is_leaving in zip(running, leaves, strict=True) if not is_leaving]
+            state, look = state.take(~leaves_B), look.take(~leaves_B)
             view = self.cache.at([rows[index] for index in running], [starts[index] for index in running])
         return torch.stack([logits[index] for index in range(len(rows))])
 
-    def _fill(self, state: LoopState, k: int, rows: Sequence[int], starts: Sequence[int]) -> None:
+    def _fill(self, state: LoopState, leaves_B: Tensor, k: int, rows: Sequence[int], starts: Sequence[int]) -> None:
         """What tokens that leave after loop k, at these places of the cache, show at deeper loops."""
         if self.halting.fill == "project":
             model = ProjectedKeys.needed(self.model, "the fill project")
-            model.project(state, range(k + 1, self.num_loops + 1), self.cache.at(rows, starts))
+            model.project(state.take(leaves_B), range(k + 1, self.num_loops + 1), self.cache.at(rows, starts))
         else:
             for row, start in zip(rows, starts, strict=True):
                 self.cache.leave(row, start, k, self.num_loops)

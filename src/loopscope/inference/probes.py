@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from loopscope.errors import DataError
 from loopscope.inference.decoding import device_of
 from loopscope.inference.halting import Probe
-from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import LoopedModel, run_loops
 
 RIDGE = 1e-3
@@ -37,19 +36,20 @@ GRADIENT = 1e-9
 """Largest entry of the gradient of a solution."""
 
 
-def fit_probe(
-    model: LoopedModel, texts: Iterable[tuple[Tensor, Tensor]], num_loops: int, bound: float, *, seed: int = 0
-) -> Probe:
-    """A probe of every loop but the last, fitted on these (ids_BT, targets_BT) where there is a target."""
+def fit_probe(model: LoopedModel, texts: Iterable[Tensor], num_loops: int, bound: float, *, seed: int = 0) -> Probe:
+    """A probe of every loop but the last, fitted on all tokens of these ids_BT.
+
+    Also on those that are no answer of a task: they leave by the same score, and answers look at what they show.
+    """
     states: list[list[Tensor]] = [[] for _ in range(num_loops - 1)]
     settled: list[list[Tensor]] = [[] for _ in range(num_loops - 1)]
     texts, generator = list(texts), torch.Generator().manual_seed(seed)
-    count = sum(int((targets_BT != IGNORE_INDEX).sum()) for _, targets_BT in texts)
+    count = sum(ids_BT.numel() for ids_BT in texts)
     with torch.no_grad():
-        for ids_BT, targets_BT in texts:
+        for ids_BT in texts:
             trace = run_loops(model, ids_BT.to(device_of(model)), num_loops=num_loops).states
             most = min(MOST_TOKENS, MOST_NUMBERS // (trace[0].h_BTD.shape[-1] * num_loops))
-            asked_BT = (targets_BT != IGNORE_INDEX) & (torch.rand(targets_BT.shape, generator=generator) * count < most)
+            asked_BT = torch.rand(ids_BT.shape, generator=generator) * count < most
             asked_BT = asked_BT.to(trace[0].h_BTD.device)
             last_NV = _logprobs(model.readout(trace[num_loops], num_loops)[asked_BT])
             for k in range(1, num_loops):

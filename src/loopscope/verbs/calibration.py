@@ -377,7 +377,7 @@ class _Session:
         of new ones, so quantiles of them would propose thresholds that no new token reaches. The promise would hold
         all the same, since calibration text is neither; only the proposals would be poor.
         """
-        texts = [(unit.ids_BT, unit.targets_BT) for unit in self._halves()[0]]
+        texts = [unit.ids_BT for unit in self._halves()[0]]
         return fit_probe(model, texts, self.num_loops, self.bound, seed=self.seed)
 
     def _halves(self) -> tuple[list[Unit], list[Unit]]:
