@@ -366,6 +366,7 @@ def test_an_untied_head_is_read(tmp_path):
     [
         (HUGINN, {"n_embd": None}, "the field n_embd is missing"),
         (HUGINN, {"rope_base": None}, "the field rope_base is missing"),
+        (HUGINN, {"rope_base": 10**400}, "is not a number above 0"),  # whole, and beyond any float
         (HUGINN, {"bias": True}, "bias = True is not supported: only false is"),
         (HUGINN, {"injection_type": "add"}, "injection_type = 'add' is not supported: only \"linear\" is"),
         (HUGINN, {"block_class_name": "TransformerPreNormBlock"}, 'only "SandwichBlock" is'),

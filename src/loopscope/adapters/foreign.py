@@ -8,6 +8,7 @@ that wrote it may differ; a tensor too many is as wrong as one too few. A family
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ class Fields:
     def number(self, name: str) -> float:
         """A number above 0."""
         value = self._present(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise FieldError(f"{self.path}: {name} = {value!r} is not a number above 0")
         return float(value)
 
