@@ -61,6 +61,8 @@ from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.session import read_data_record
+from loopscope.verbs.cards import Card
+from loopscope.verbs.cards import read_results as read_card_results
 
 MODEL = ls.ModelConfig(vocab_size=256, width=8, num_heads=2, num_layers=1, num_loops=2, max_length=8, dropout=0.0)
 STEP = "checkpoints/step-00000003"
@@ -474,30 +476,48 @@ def a_verdict(found: tuple[str, list[str]], _: object) -> bool:
 
 
 def make_exported(folder: Path) -> None:
-    """A run as `convert` writes it for Hugging Face's libraries, with results and settings of a tokenizer."""
-    make_run(folder)
+    """A model as `convert` writes it for Hugging Face's libraries, with settings of a tokenizer and results."""
+    ls.convert("preset:demo", folder / "hf")
+    (folder / "hf/tokenizer.json").write_text(bytes_tokenizer().definition)
     settings = {"eos_token": "a", "bos_token": {"content": "b"}, "chat_template": "{{ messages }}"}
-    (folder / "run/tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
-    for name in ("audit.json", "eval.json"):
-        shutil.copy(folder / "run" / name, folder / name)
-    ls.convert(folder / "run", folder / "hf")
-    for name in ("audit.json", "eval.json"):
-        shutil.copy(folder / name, folder / "hf" / name)
-    make_policy(folder / "hf")
+    (folder / "hf/tokenizer_config.json").write_text(json.dumps(settings))
+    write_run(folder / "results", steps=3)
+    make_policy(folder / "results")
 
 
-def convert_back(folder: Path) -> list[Any]:
-    """Back to a run folder, and out again with a card: everything of the folder is read."""
-    ls.convert(folder / "hf", folder / "back", to="loopscope")
-    ls.convert(folder / "hf", folder / "again")
-    opened = open_target(folder / "back")
-    card = (folder / "again/README.md").read_text()
-    json.loads((folder / "again/config.json").read_text())
-    return [opened.tokenizer.encode("rivers"), opened.model.num_loops, card.startswith("---\n"), "<script" in card]
+def settings_of_a_tokenizer(folder: Path) -> list[Any]:
+    tokenizer = read_tokenizer(folder / "hf/tokenizer.json")
+    return [tokenizer.encode("rivers"), tokenizer.special_id("bos_token"), tokenizer.end_ids]
 
 
-def converted(result: list[Any], whole: list[Any]) -> bool:
-    return result[0] == whole[0] and result[1] >= 1 and result[2:] == [True, False]
+def names_tokens(result: list[Any], whole: list[Any]) -> bool:
+    ids = [each for each in (result[1], *result[2]) if each is not None]
+    return result[0] == whole[0] and all(0 <= each < 256 for each in ids)
+
+
+def card(folder: Path) -> str:
+    """What an exported folder says of its results."""
+    audit, evaluation, halting = read_card_results(folder / "results")
+    made = Card(
+        name="x",
+        design=MODEL,
+        parameters=1,
+        dtype="float32",
+        config=None,
+        step=3,
+        text={},
+        audit=audit,
+        evaluation=evaluation,
+        policy=halting,
+    )
+    return made.to_markdown()
+
+
+def is_a_card(result: str, whole: str) -> bool:
+    """No content of a file opens a heading, a tag or a row of its own."""
+    headings = [line for line in result.splitlines() if line.startswith("#")]
+    known = {"# x", "## Load", "## Configuration", "## Training", "## Audit", "## By depth", "## Halting"}
+    return bool(result.encode()) and result.startswith("---\n") and set(headings) <= known and "<script" not in result
 
 
 # --- policies --------------------------------------------------------------------------------------------------------
@@ -586,8 +606,13 @@ def _readers() -> Iterable[Reader]:
             yield Reader(f"{name} folder", f"hf/{file}", make, open_hf, anything)
     yield Reader("ordinary folder, looped", "hf/config.json", make_ordinary, open_looped, anything)
     yield Reader("Hugging Face folder", "hf/tokenizer.json", make_ouro, open_hf, equal)
-    for file in ("config.json", "model.safetensors", "tokenizer_config.json", "audit.json", "eval.json", "policy.json"):
-        yield Reader("exported folder", f"hf/{file}", make_exported, convert_back, converted)
+    for file in ("config.json", "model.safetensors"):
+        yield Reader("exported folder", f"hf/{file}", make_exported, open_hf, anything)
+    yield Reader(
+        "settings of a tokenizer", "hf/tokenizer_config.json", make_exported, settings_of_a_tokenizer, names_tokens
+    )
+    for file in ("audit.json", "eval.json", "policy.json"):
+        yield Reader("model card", f"results/{file}", make_exported, card, is_a_card)
     for file in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
         yield Reader("Hugging Face shards", f"hf/{file}", make_ouro_shards, open_hf, equal)
 

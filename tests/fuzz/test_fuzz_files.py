@@ -39,6 +39,7 @@ def quiet_and_quick() -> Iterator[None]:
     logging.disable(logging.WARNING)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
+        patch.setattr("loopscope.machine.git_state", lambda folder: None)  # git is a process, and not what is tested
         yield
     logging.disable(logging.NOTSET)
 

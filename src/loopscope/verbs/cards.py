@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.config import Config, ModelConfig
-from loopscope.files import Part, read_as
+from loopscope.files import Part, read_as, without_nan
 from loopscope.readings import Audit, driven_by_training, in_fold
 from loopscope.scores import Evaluation, Split
 
@@ -38,7 +38,7 @@ class Card:
         """The whole README.md."""
         sections = [
             _front_matter(),
-            f"# {self.name}\n\n{self._opening()}",
+            f"# {_inline(self.name)}\n\n{self._opening()}",
             _loading(self.design.num_loops),
             self._configuration(),
             self._training(),
@@ -171,7 +171,7 @@ def _audited(audit: Audit) -> str:
     )
     step = "" if audit.step is None else f" at step {audit.step:,}"
     return (
-        f"## Audit\n\nVerdict{step}: **{audit.verdict}**. {_inline(audit.summary)}\n\n"
+        f"## Audit\n\nVerdict{step}: **{_inline(audit.verdict)}**. {_inline(audit.summary)}\n\n"
         "A free range is how far a variable of the state may grow before the objective notices 1 % of perplexity.\n\n"
         + _table(("variable", "verdict", "free range", "in training"), rows)
     )
@@ -204,4 +204,5 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _inline(value: object) -> str:
     """A value in one line of Markdown: results come from files, and must not open a table or a tag of their own."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = without_nan(text)  # half of a surrogate pair could not be written
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
