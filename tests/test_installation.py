@@ -233,7 +233,7 @@ def bash_script(tmp_path_factory) -> Path:
         (["plan", "--num-lo"], {"--num-loops"}),
         (["plan", "--readout", "r"], {"raw", "rmsnorm"}),
         (["train", "--preset", "paper-4"], {"paper-44m"}),
-        (["train", "--design", "parcae"], {"parcae", "parcae-add"}),
+        (["train", "--design", "normf"], {"normformer"}),
         (["reproduce", "ou"], {"ouro", "ouro-train"}),
         (["reproduce", "ouro", "--dep"], {"--depths"}),
         (["reproduce", "--rec"], {"--recipe"}),

@@ -304,3 +304,15 @@ def test_a_small_design_is_trained_with_and_without_and_shows_figure_6(text, tmp
     again = capsys.readouterr()
     assert "skipped: finished already" in again.err and "scores after" not in again.err
     assert json.loads(again.out)["rows"] == result["rows"]
+
+
+def test_a_row_may_be_several_processes_that_share_one_model(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = ["--size", "demo", "--steps", "2", "--batch", "4", "--length", "16", "--data", str(text)]
+    limits = ["--tokenizer", "bytes", "--eval-tokens", "100", "--sweep-tokens", "32", "--out", str(out)]
+    shared = ["--processes-per-row", "2", "--shard", "full", "--conditions", "terminal+raw"]
+    assert main(["reproduce", "ouro-train", *flags, *limits, *shared]) == 0, capsys.readouterr().err
+    row = out / "rows" / "terminal+raw-s42"
+    assert json.loads((row / "row.json").read_text())["state"] == "finished"
+    assert json.loads((row / "manifest.json").read_text())["world_size"] == 2
+    assert json.loads((row / "ouro.json").read_text())["verdict"] == "holds"
