@@ -262,6 +262,18 @@ def test_a_row_is_not_finished_before_everything_was_probed_or_told(laid):
     write_json(folder / "probe.json", replace(probe(step=400), motion=None, problems={"motion": "it ends"}).to_json())
     assert has_probe(folder, 400) and not has_probe(folder, 399)
     assert is_complete(folder, replace(spec, probe=False))
+    (folder / "audit.json").unlink()
+    assert not is_complete(folder, spec)
+    told = replace(probe(step=400), problems={"trained": "a derivative is not finite"})
+    write_json(folder / "probe.json", told.to_json())
+    assert is_complete(folder, spec) and not is_complete(folder, replace(spec, probe=False)), "told, in an atlas alone"
+
+
+def test_an_audit_that_fails_is_told_in_its_cell():
+    failed = entry("ouro", trained=None, probe=replace(probe(), problems={"trained": "not finite"}))
+    assert cell("trained", failed) == ("failed", "bad") and cell("motion", failed)[0].startswith("90% fixed")
+    bare = entry("ouro", probe=replace(probe(), cache=None, problems={"cache": "keeps no keys"}))
+    assert cell("cache", bare) == ("not offered", "open")
 
 
 # --- probing ---------------------------------------------------------------------------------------------------------

@@ -13,9 +13,17 @@ from pathlib import Path
 import pytest
 
 from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig
+from loopscope.errors import NotFiniteError
 from loopscope.experiments.grid import Request, lay_out
 from loopscope.experiments.ledger import is_audited, is_calibrated, is_complete, is_evaluated
-from loopscope.experiments.row_process import _run_stages, audit_row, calibrate_row, evaluate_row, train_row
+from loopscope.experiments.row_process import (
+    _run_stages,
+    audit_row,
+    calibrate_row,
+    evaluate_row,
+    probe_row,
+    train_row,
+)
 from loopscope.experiments.rows import RowSpec
 from loopscope.readings import RowRecord, read_run
 from loopscope.runs import RunFolder, write_json
@@ -116,3 +124,22 @@ def test_too_little_text_for_a_promise_is_told_with_what_would_do(row):
 
 def read(path: Path) -> dict:
     return json.loads(path.read_text())
+
+
+def test_an_audit_that_fails_ends_a_row_of_a_grid_and_is_told_in_one_of_an_atlas(row, monkeypatch):
+    spec, run = row
+
+    def fails(*_, **__):
+        raise NotFiniteError("a derivative is not finite")
+
+    monkeypatch.setattr("loopscope.verbs.audits.audit", fails)
+    with pytest.raises(NotFiniteError):
+        audit_row(spec, run)
+    probed = replace(spec, probe=True)
+    told = audit_row(probed, run)
+    assert told == dict.fromkeys(("untrained", "trained"), "a derivative is not finite")
+    assert not is_audited(run.path, probed)
+    probe_row(probed, run, told)
+    found = read(run.path / "probe.json")
+    assert found["problems"].items() >= told.items() and found["motion"] and found["cost"]["flops_per_token"] > 0
+    assert is_audited(run.path, probed) and not is_audited(run.path, spec)

@@ -161,14 +161,16 @@ def test_a_cell_opens_its_evidence_also_the_second_time_and_by_keys(tab):
     assert not evidence.is_visible()
     link = tab.page.locator(f'tr[data-anchor="{NAMES[0]}-modern"] [data-key="cache"] a')
     link.click()
-    assert evidence.is_visible() and tab.page.evaluate("scrollY") > 0
+    evidence.wait_for(state="visible")
+    assert tab.page.evaluate("scrollY") > 0
     tab.page.evaluate("document.querySelectorAll('details').forEach(d => d.open = false)")
     link.focus()
     tab.page.keyboard.press("Enter")
-    assert evidence.is_visible()
+    evidence.wait_for(state="visible")
     tab.page.locator(f'.mark[data-mark="{NAMES[1]}-modern"]').focus()
     tab.page.keyboard.press("Enter")
-    assert tab.page.locator(f"#{NAMES[1]}-modern-motion").is_visible() and tab.complaints == []
+    tab.page.locator(f"#{NAMES[1]}-modern-motion").wait_for(state="visible")
+    assert tab.complaints == []
 
 
 @needs_chromium

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -63,7 +64,7 @@ removed and damped variables of the state with their free ranges, growth of its 
 exit lacks, depths beyond training, safe cache policies, cost. The same command resumes after an interruption; other
 --designs on the same --out are added. A design that fails is told in its cells.
 
-designs: {", ".join(DESIGNS)}
+{textwrap.fill(f"designs: {', '.join(DESIGNS)}", 118, break_on_hyphens=False)}
 
 examples:
   loopscope atlas

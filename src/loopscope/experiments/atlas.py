@@ -17,8 +17,8 @@ from pathlib import Path
 
 from loopscope.config import Config
 from loopscope.data.preparation import prepare
-from loopscope.designs import DESIGN_SIZE, DESIGNS, Design, design
-from loopscope.errors import ConfigError, LoopscopeError
+from loopscope.designs import DESIGN_SIZE, DESIGNS, Design
+from loopscope.errors import ConfigError, LoopscopeError, suggest
 from loopscope.experiments.atlas_record import (
     HOPS,
     HOPS_STEPS,
@@ -68,9 +68,12 @@ def parse_designs(text: str) -> tuple[str, ...]:
     """`huginn,ouro` or `all`, in the order of the registry; a wrong name gets a suggestion."""
     if text == "all":
         return tuple(DESIGNS)
-    asked = [design(name.strip()).name for name in text.split(",") if name.strip()]
+    asked = [name.strip() for name in text.split(",") if name.strip()]
     if not asked:
         raise ConfigError.of("designs", text, "names of designs with commas between, or all; see docs/designs.md")
+    for name in asked:
+        if name not in DESIGNS:
+            raise ConfigError.of("designs", name, suggest(name, DESIGNS))
     return tuple(name for name in DESIGNS if name in asked)
 
 

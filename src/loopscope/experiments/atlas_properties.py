@@ -20,6 +20,9 @@ NOT_MEASURED = "–"
 STEADY = 2.0
 """A growth of the norm up to this factor is called steady, as the monitor's alarm begins beyond it."""
 
+TOLD = {"untrained": "untrained", "trained": "trained", "motion": "motion", "exit": "exit_gap", "cache": "cache"}
+"""Where a row says why a part of the evidence is missing."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -52,6 +55,8 @@ def cell_of(entry: Entry | None, of: Property) -> Cell:
         return made
     if entry.is_learnt is False:
         return Cell("not learnt", tone="open")
+    if entry.probe is not None and of.part in TOLD and TOLD[of.part] in entry.probe.problems:
+        return Cell("not offered" if of.part == "cache" else "failed", tone="open" if of.part == "cache" else "bad")
     if entry.state in ("finished", ""):
         return made
     return Cell("failed" if entry.state == "failed" else entry.state, tone="bad" if entry.error else "open")

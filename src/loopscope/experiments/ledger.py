@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
-from loopscope.experiments.probe import has_probe
+from loopscope.experiments.probe import has_probe, told_problems
 from loopscope.experiments.rows import RowSpec, first_difference
 from loopscope.files import Problems, parse_line, read_as, read_json
 from loopscope.readings import Audit, CalibratedHalting, Logged, RowRecord, RowState, last_logged
@@ -149,9 +149,14 @@ def is_evaluated(folder: Path, spec: RowSpec) -> bool:
 
 
 def is_audited(folder: Path, spec: RowSpec) -> bool:
-    """Whether there are whole audits of the row's last step and, where asked for, of its untrained weights."""
-    trained = has_audit(folder / TRAINED_AUDIT, spec.config.training.steps)
-    return trained and (not spec.audit_untrained or has_audit(folder / UNTRAINED_AUDIT, None))
+    """Whether there are whole audits of the row's last step and, where asked for, of its untrained weights.
+
+    In an atlas one that failed is done too, once it is told why.
+    """
+    told = told_problems(folder) if spec.probe else {}
+    trained = "trained" in told or has_audit(folder / TRAINED_AUDIT, spec.config.training.steps)
+    fresh = not spec.audit_untrained or "untrained" in told or has_audit(folder / UNTRAINED_AUDIT, None)
+    return trained and fresh
 
 
 def has_audit(path: Path, step: int | None) -> bool:

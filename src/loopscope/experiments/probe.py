@@ -16,6 +16,8 @@ from loopscope.scores import CacheTable
 PROBE = "probe.json"
 SCHEMA_VERSION = 1
 PARTS = ("motion", "exit_gap", "cache", "cost")
+AUDITS = ("untrained", "trained")
+"""Under which a row tells why an audit is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class Probe:
     cache: CacheTable | None = None
     cost: Cost | None = None
     problems: dict[str, str] = field(default_factory=dict)
-    """Why a part is missing, by its name."""
+    """Why a part is missing, by its name; `trained` and `untrained` are audits."""
 
     def to_json(self) -> dict[str, Any]:
         """What probe.json holds."""
@@ -117,6 +119,12 @@ class Probe:
 def read_probe(folder: Path, problems: Problems) -> Probe | None:
     """What can be read of a row's probe.json."""
     return read_as(folder / PROBE, Probe.from_json, problems)
+
+
+def told_problems(folder: Path) -> dict[str, str]:
+    """Why parts of a row are missing."""
+    found = read_probe(folder, {})
+    return {} if found is None else found.problems
 
 
 def has_probe(folder: Path, step: int) -> bool:

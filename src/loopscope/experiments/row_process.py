@@ -44,7 +44,7 @@ from loopscope.experiments.ledger import (
     read_record,
     write_record,
 )
-from loopscope.experiments.probe import PROBE, has_probe
+from loopscope.experiments.probe import AUDITS, PROBE, has_probe, told_problems
 from loopscope.experiments.rows import EXTRA_LOOPS, RowSpec
 from loopscope.machine import limit_cpu_isa
 from loopscope.readings import CalibratedHalting, RowRecord
@@ -129,17 +129,19 @@ class GuardStopError(LoopscopeError):
 
 
 def _run_stages(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
+    problems = told_problems(run.path) if spec.probe else {}
     if not is_measured(run.path, spec):  # a row that has been is never trained again, even if its weights are gone
-        _train_and_measure(spec, run, record)
+        problems = _train_and_measure(spec, run, record)
     if spec.halting and not is_calibrated(run.path, spec):
         with _stage(run, record, "calibrating"):
             calibrate_row(spec, run)
     if spec.probe:
         with _stage(run, record, "probing"):
-            probe_row(spec, run)
+            probe_row(spec, run, problems)
 
 
-def _train_and_measure(spec: RowSpec, run: RunFolder, record: RowRecord) -> None:
+def _train_and_measure(spec: RowSpec, run: RunFolder, record: RowRecord) -> dict[str, str]:
+    """Up to the audits; gives what could not be audited, where that does not end the row."""
     with _stage(run, record, "training"):
         if not spec.text:
             _copy_tokenizer(run)
@@ -153,7 +155,8 @@ def _train_and_measure(spec: RowSpec, run: RunFolder, record: RowRecord) -> None
             evaluate_row(spec, run)
     if spec.audit:
         with _stage(run, record, "auditing"):
-            audit_row(spec, run)
+            return audit_row(spec, run)
+    return {}
 
 
 @contextmanager
@@ -242,19 +245,33 @@ def _splits(spec: RowSpec, opened: Opened) -> Iterator[tuple[str, SplitTokens]]:
         say(f"no test scores: {error}")
 
 
-def audit_row(spec: RowSpec, run: RunFolder) -> None:
-    """audit.json, and audit-untrained.json of the weights that training began with; a blind spot is a result."""
+def audit_row(spec: RowSpec, run: RunFolder) -> dict[str, str]:
+    """audit.json, and audit-untrained.json of the weights that training began with; a blind spot is a result.
+
+    A design that cannot be audited ends a row of a grid; in an atlas it is told, by `trained` and `untrained`, and the
+    rest of it is measured.
+    """
     from loopscope.targets import of_config, open_target
     from loopscope.verbs.audits import audit
 
     opened = open_target(run.path)
+    wanted: list[tuple[str, str, Opened]] = []
     if spec.audit_untrained and not has_audit(run.path / UNTRAINED_AUDIT, None):
-        say("auditing the untrained weights")
         fresh = of_config(opened.name, spec.config, seed=spec.seed)
-        untrained = replace(fresh, tokenizer=opened.tokenizer, run=run)
-        write_json(run.path / UNTRAINED_AUDIT, audit(untrained, say=say).to_json())
+        wanted.append(("untrained", UNTRAINED_AUDIT, replace(fresh, tokenizer=opened.tokenizer, run=run)))
     if not has_audit(run.path / TRAINED_AUDIT, spec.config.training.steps):
-        write_json(run.path / TRAINED_AUDIT, audit(opened, say=say).to_json())
+        wanted.append(("trained", TRAINED_AUDIT, opened))
+    problems: dict[str, str] = {}
+    for which, file, subject in wanted:
+        say(f"auditing the {which} weights")
+        try:
+            write_json(run.path / file, audit(subject, say=say).to_json())
+        except LoopscopeError as error:
+            if not spec.probe:
+                raise
+            problems[which] = str(error)
+            say(f"no audit: {error}")
+    return problems
 
 
 def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
@@ -279,13 +296,18 @@ def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
     write_json(run.path / "halting.json", result.to_json())
 
 
-def probe_row(spec: RowSpec, run: RunFolder) -> None:
-    """probe.json: how tokens move, what the first exit lacks, cache policies and cost; what fails is told in it."""
+def probe_row(spec: RowSpec, run: RunFolder, problems: dict[str, str]) -> None:
+    """probe.json: how tokens move, what the first exit lacks, cache policies and cost; what fails is told in it.
+
+    So are `problems` of its audits.
+    """
     from loopscope.experiments.probing import probe
     from loopscope.targets import open_target
 
     if not has_probe(run.path, spec.config.training.steps):
-        write_json(run.path / PROBE, probe(open_target(run.path), say).to_json())
+        found = probe(open_target(run.path), say)
+        audits = {which: why for which, why in problems.items() if which in AUDITS}
+        write_json(run.path / PROBE, replace(found, problems={**audits, **found.problems}).to_json())
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------
