@@ -235,6 +235,8 @@ def test_a_sampled_depth_is_given_memory_for_its_deepest_step_and_flops_for_its_
     alone = configure({"num_loops": deepest})
     assert plan_memory(sampled).activations == plan_memory(alone).activations
     assert flops_per_token(sampled).core == pytest.approx(flops_per_token(fixed).core, rel=0.05)
+    several = {depth: flops_per_token(configure({"num_loops": depth})).total for depth in (2, 3, deepest)}
+    assert several[deepest] == pytest.approx(several[3] + (deepest - 3) * (several[3] - several[2]), rel=1e-9)
     uniform = configure({"num_loops": 4}, {"depth": "uniform"}, {"steps": 5000})
     assert flops.expected_passes(uniform).loops == pytest.approx(2.5, rel=0.05)
 
@@ -275,6 +277,7 @@ def counted_flops(config: Config) -> tuple[float, float]:
         configure({"exit_gate": True, "mlp": "gelu"}, {"placement": "gated"}),
         configure({"coda_layers": 1, "vocab_size": 2000}, {"exit_fraction": 0.25}),
         configure({"num_loops": 4}, {"placement": "terminal", "backprop_loops": 3}, {"checkpoint_loops": True}),
+        configure({"num_loops": 3}, {"placement": "weighted", "loop_weights": (1.0, 0.0, 2.0)}),
     ],
 )
 def test_flops_agree_with_the_counter_on_real_steps(config):

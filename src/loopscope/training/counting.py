@@ -120,7 +120,8 @@ def count_step(config: Config, *, depth: int, sequences: int, kernels: Kernels) 
         running.enter_context(products)
         result = objective(model, ids_BT, ids_BT, num_loops=depth)
         if recompute:  # checkpoint holds its arguments, which are not tensors but states, outside the hooks
-            pytree.tree_map_only(Tensor, ledger.keep, result.trace.states[:-1])
+            first = depth - min(config.objective.backprop_loops or depth, depth)
+            pytree.tree_map_only(Tensor, ledger.keep, result.trace.states[first:-1])
         counted.saved = ledger.total
         if recompute:
             counted.again = Flops(float, {part: products.differentiated[part] for part in ("core", ATTENTION)})

@@ -24,7 +24,7 @@ from loopscope.config import Config
 from loopscope.model.layers import MixtureOfExperts
 from loopscope.model.looped_lm import LoopedLM, count_parameters
 from loopscope.objectives.placement import num_readouts, sample_depth
-from loopscope.training.counting import PARTS, Counted, count_step, kernels_of
+from loopscope.training.counting import PARTS, Counted, Kernels, count_step, kernels_of
 
 SAMPLED_STEPS = 4096
 """Sampled depths are averaged over the run's own first steps, at most so many."""
@@ -89,14 +89,14 @@ def sampled_depths(config: Config) -> Counter[int]:
     return Counter(sample_depth(config.objective, num_loops, seed=seed, step=step) for step in steps)
 
 
-def expected_passes(config: Config) -> Passes:
+def expected_passes(config: Config, steps: CountedSteps | None = None) -> Passes:
     """Mean passes of a step, over the depths that the run samples."""
-    return _mean(config, _Depths(config).passes, Passes)
+    return _mean(config, (steps or CountedSteps(config)).passes, Passes)
 
 
-def flops_per_token(config: Config) -> TokenFlops:
+def flops_per_token(config: Config, steps: CountedSteps | None = None) -> TokenFlops:
     """C and its parts, counted; the mean over the depths that the run samples."""
-    return _mean(config, _Depths(config).flops, TokenFlops)
+    return _mean(config, (steps or CountedSteps(config)).flops, TokenFlops)
 
 
 def _mean(config: Config, at: Callable[[int], Means], kind: type[Means]) -> Means:
@@ -107,41 +107,49 @@ def _mean(config: Config, at: Callable[[int], Means], kind: type[Means]) -> Mean
     return kind(**{name: sum(getattr(value, name) * share for value, share in values) for name in names})
 
 
-class _Depths:
-    """Steps of any number of loops, of which only a few are run.
+class CountedSteps:
+    """Steps of any number of loops, each counted once, when it is asked for.
 
-    From a few loops on (more than are back-propagated or supervised) each further one costs as much as the last, so
-    two counted steps give all deeper ones.
+    FLOPs need only a few of them: from a few loops on (more than are back-propagated or supervised) each further one
+    costs as much as the last.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, *, sequences: int = 1, kernels: Kernels | None = None) -> None:
+        self.config, self.sequences, self.kernels = config, sequences, kernels or kernels_of("cpu")
         objective = config.objective
         self.regular = 1 + max(objective.backprop_loops or 1, objective.last_n or 1)
+        if objective.depth == "fixed":  # one depth is all there is, and weights may fit no other
+            self.regular = config.model.num_loops
         self.counted: dict[int, Counted] = {}
 
     def at(self, depth: int) -> Counted:
-        """A counted step, of one sequence."""
+        """A counted step."""
         if depth not in self.counted:
-            self.counted[depth] = count_step(self.config, depth=depth, sequences=1, kernels=kernels_of("cpu"))
+            step = count_step(self.config, depth=depth, sequences=self.sequences, kernels=self.kernels)
+            self.counted[depth] = step
         return self.counted[depth]
+
+    def nearest(self, depth: int) -> int:
+        """The depth to start from: itself where that is counted already or not yet regular."""
+        return depth if depth in self.counted else min(depth, self.regular)
 
     def passes(self, depth: int) -> Passes:
         """Passes of a step of `depth` loops."""
         objective = self.config.objective
         backprop = min(objective.backprop_loops or depth, depth)
         readouts = num_readouts(objective, depth)
-        reached = self.at(min(depth, self.regular)).prelude_reached
+        reached = self.at(self.nearest(depth)).prelude_reached
         return Passes(depth, backprop, readouts, 1 + objective.exit_fraction * (readouts - 1), float(reached))
 
     def flops(self, depth: int) -> TokenFlops:
         """FLOPs per token of a step of `depth` loops."""
-        first, beyond = min(depth, self.regular), max(depth - self.regular, 0)
+        first = self.nearest(depth)
+        beyond = depth - first
         parts = {part: self.at(first).flops(part) for part in (*set(PARTS.values()), "attention")}
         if beyond:
             for part, flops in parts.items():
                 parts[part] = flops + beyond * (self.at(first + 1).flops(part) - flops)
-        tokens = self.config.sequence_length
+        tokens = self.sequences * self.config.sequence_length
         head = parts["head"] + parts["gate"] + parts["readout"]
         return TokenFlops(
             prelude=parts["prelude"] / tokens,

@@ -15,8 +15,9 @@ from loopscope.machine import Choice, memory_bytes
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.cross_entropy import choose_chunk_rows
 from loopscope.objectives.placement import num_readouts
-from loopscope.training.counting import Counted, Kernels, count_step, kernels_of
+from loopscope.training.counting import Counted, Kernels, kernels_of
 from loopscope.training.flops import (
+    CountedSteps,
     Passes,
     TokenFlops,
     active_parameters,
@@ -93,11 +94,13 @@ def largest_micro_batch(config: Config, devices: int) -> MicroBatch:
     return MicroBatch(sequences, tokens, depth, readouts, rows)
 
 
-def plan_memory(config: Config, *, devices: int = 1, device_type: str = "cpu", model: LoopedLM | None = None) -> Memory:
+def plan_memory(
+    config: Config, *, devices: int = 1, device_type: str = "cpu", steps: CountedSteps | None = None
+) -> Memory:
     """Memory of a training step, counted without numbers; see `Memory` for what each number holds."""
-    model = model or build(config.design("a plan"), device="meta")
+    model = build(config.design("a plan"), device="meta")
     kernels, batch = kernels_of(device_type), largest_micro_batch(config, devices)
-    step = count_step(config, depth=batch.depth, sequences=batch.sequences, kernels=kernels)
+    step = (steps or CountedSteps(config, sequences=batch.sequences, kernels=kernels)).at(batch.depth)
     parameters = FLOAT32 * sum(parameters_by_part(model).values())
     shards = devices if config.training.shard == "full" else 1
     copies = 0 if devices == 1 else 1 if config.training.shard == "none" else 2
@@ -283,12 +286,14 @@ def plan_training(
         raise ConfigError.of("tokens", tokens, "must be at least 1")
     model, batch = build(config.design("a plan"), device="meta"), largest_micro_batch(config, devices)
     speed, utilisation = choose_speed(device_type, flops_per_second), choose_utilisation(device_type)
+    steps = CountedSteps(config, sequences=batch.sequences, kernels=kernels_of(device_type))
+    memory = plan_memory(config, devices=devices, device_type=device_type, steps=steps)
     return TrainingPlan(
         parameters=parameters_by_part(model),
         active_parameters=active_parameters(model),
-        passes=expected_passes(config),
-        flops_per_token=flops_per_token(config),
-        memory=plan_memory(config, devices=devices, device_type=device_type, model=model),
+        passes=expected_passes(config, steps),
+        flops_per_token=flops_per_token(config, steps),
+        memory=memory,
         devices=devices,
         shard=config.training.shard,
         micro_batch=batch,
