@@ -91,8 +91,10 @@ def promises(name: str, opened: Opened, verify: int, max_units: int, targets: Ta
             f"perplexity {100 * each.ppl_increase:+6.2f} %  held {each.verified} of {verify}"
         )
     made = [each for each in found.certificates if each.verified is not None]
-    failures = max((verify - (each.verified or 0) for each in made), default=verify)
-    allowed = int(FAILURES * verify)
+    if not made:
+        targets.say(False, f"{name}: no rule is certified: there is too little text for a promise, see --max-units")
+        return found
+    failures, allowed = max(verify - (each.verified or 0) for each in made), int(FAILURES * verify)
     targets.say(failures <= allowed, f"{name}: at most {failures} of {verify} recalibrations fail; target {allowed}")
     return found
 
@@ -191,7 +193,7 @@ def speed(name: str, opened: Opened, found: Calibration, tokens: int, targets: T
         cheap = [each for each in found.certificates if each.threshold is not None]
     chosen = min(cheap, key=lambda each: each.mean_loops or 0.0, default=None)
     if chosen is None:
-        targets.say(False, f"{name}: no rule is certified, and none can be timed")
+        print(f"  {name}: none is certified, and none can be timed")
         return
     model, depth = Cached.needed(opened.model, "halting"), opened.model.num_loops
     halting = halting_of(found, chosen)
@@ -250,7 +252,7 @@ def check(name: str, opened: Opened, targets: Targets | None) -> None:
         micro = {what: 1e5 * statistics.median(each.seconds) for what, each in times.items()}
         text = (
             f"{name}, {tokens} token{'s' if tokens > 1 else ''}: a check takes {micro['check']:.1f} µs, a readout over "
-            f"V = {opened.vocab_size:,} × d = {width} {micro['readout']:.1f} µs: {ratio:.2f} [{low:.2f}, {high:.2f}]"
+            f"V = {opened.vocab_size:,} × d = {width} {micro['readout']:.1f} µs: {ratio:.3f} [{low:.3f}, {high:.3f}]"
         )
         if targets is None:
             print(f"  profile: {text}; 1/V = {1 / opened.vocab_size:.5f}")
@@ -280,7 +282,7 @@ def main() -> int:
     parser.add_argument("--hops", help="a target that was trained on task:hops; by default trained now, in minutes")
     parser.add_argument("--text", help="a target that was trained on text; by default trained now, in minutes")
     parser.add_argument("--verify", type=int, default=200, help="recalibrations of every rule")
-    parser.add_argument("--max-units", type=int, default=128, help="most units of each text")
+    parser.add_argument("--max-units", type=int, default=400, help="most units of each text; fewer are quicker")
     parser.add_argument("--tokens", type=int, default=2000, help="tokens that are decoded each way")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

@@ -314,6 +314,7 @@ def gates(view: View) -> Figure | None:
     size.set_xscale("log")
     size.set_yscale("log")
     size.axhline(SATURATED_LOGIT, color="0.5", linewidth=0.8)
+    size.text(0.02, SATURATED_LOGIT * 1.05, "saturated", color="0.4", transform=size.get_yaxis_transform())
     for axis in (size.xaxis, size.yaxis):
         _plain(axis)
     size.set_xlabel(f"norm ‖h_k‖, loops 1 … {ROLLOUT}")
