@@ -129,9 +129,9 @@ def test_a_target_that_is_none_is_one_sentence_and_exit_code_2(audit, target, se
 
 
 def test_a_hugging_face_folder_without_an_adapter_says_so(audit, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     code, _, err = audit(str(tmp_path))
-    assert code == 2 and "model type 'llama'" in err and "package.module:factory" in err
+    assert code == 2 and "model type 'gpt2'" in err and "package.module:factory" in err
 
 
 @pytest.mark.parametrize("penalty", ["nan", "inf", "-1"])

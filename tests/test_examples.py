@@ -40,6 +40,18 @@ def test_a_network_of_your_own_is_audited_with_three_functions(tmp_path):
     assert "raw readout: controlled\n  scale is visible" in said
 
 
+def test_the_runs_of_the_scaling_example_are_equally_deep_when_unrolled(tmp_path):
+    stub = tmp_path / "loopscope"
+    stub.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/runs.txt\n')
+    stub.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(["bash", str(EXAMPLES / "scaling.sh"), "out", "1"], env={**os.environ, "PATH": path}, check=True)
+    runs = [line.split() for line in (tmp_path / "runs.txt").read_text().splitlines()]
+    flags = [dict(zip(run[1::2], run[2::2], strict=True)) for run in runs]
+    assert {int(run["--num-layers"]) * int(run["--num-loops"]) for run in flags} == {8}
+    assert len({run["--out"] for run in flags}) == len(flags) == 36
+
+
 def test_two_processes_train_one_sharded_run(tmp_path):
     said = run(*TORCHRUN, EXAMPLES / "train_on_two_processes.py", "run", "4", cwd=tmp_path)
     assert said.count("finished at step 4 on 2 processes: run") == 1, "only the first one speaks"

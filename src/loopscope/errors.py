@@ -66,5 +66,8 @@ class UnsupportedError(LoopscopeError):
 def suggest(word: str, allowed: Iterable[str]) -> str:
     """`did you mean 'width'?` when something close exists, else the list of what is allowed."""
     names = sorted(allowed)
-    close = difflib.get_close_matches(word, names, n=1)
+    whole = [
+        name for name in names if word and name.startswith(word)
+    ]  # a word cut short is likelier than a wrong letter
+    close = whole or difflib.get_close_matches(word, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(names)}"

@@ -77,7 +77,7 @@ def test_rows_run_side_by_side_fill_their_folders_and_are_not_done_twice(base, t
     assert manifest["threads"] == 1
     assert manifest["data"]["tokenizer_sha256"] == grid.data["tokenizer_sha256"], "the grid's own tokenizer"
     record = read_record(folder)
-    assert record.attempts == 1 and set(record.seconds) == {"training", "evaluating"}
+    assert record.attempts == 1 and set(record.seconds) == {"training", "evaluating", "calibrating"}
     assert "train step 4/4" in (folder / "log.txt").read_text()
     before = (folder / "row.json").read_bytes(), (folder / "metrics.jsonl").read_bytes()
     assert launch(rows[0].to_json(), folder, 1, wait=0.0).wait(PATIENCE) == 0

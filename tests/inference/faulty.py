@@ -224,7 +224,7 @@ class LayerForgetsToCache(OtherAttention):
     layer = 1
 
     class Own(Attention):
-        def forward(self, x_BTD, norm, rotary, cache, slot, inner=None, more_values_BTGC=None):
+        def forward(self, x_BTD, norm, rotary, cache, slot, inner=None, more_values_BTGC=None, query_BTD=None):
             alone = cache is not None and x_BTD.shape[1] == 1
             return super().forward(x_BTD, norm, rotary, None if alone else cache, slot, inner)
 
@@ -235,7 +235,7 @@ class RotatesCachedKeysWrongly(OtherAttention):
     layer = 1
 
     class Own(Attention):
-        def forward(self, x_BTD, norm, rotary, cache, slot, inner=None, more_values_BTGC=None):
+        def forward(self, x_BTD, norm, rotary, cache, slot, inner=None, more_values_BTGC=None, query_BTD=None):
             if cache is None:
                 return super().forward(x_BTD, norm, rotary, cache, slot, inner)
             x_BTD = x_BTD if norm is None else norm(x_BTD)
@@ -252,7 +252,7 @@ class RotatesCachedKeysWrongly(OtherAttention):
 
 class FirstTokenOfAChunkUnmasked(OtherAttention):
     class Own(Attention):
-        def forward(self, x_BTD, norm, rotary, cache, slot, inner=None, more_values_BTGC=None):
+        def forward(self, x_BTD, norm, rotary, cache, slot, inner=None, more_values_BTGC=None, query_BTD=None):
             if cache is None or x_BTD.shape[1] == 1:
                 return super().forward(x_BTD, norm, rotary, cache, slot, inner)
             through, tokens = Through(cache), x_BTD.shape[1]

@@ -82,7 +82,7 @@ def test_it_asks_for_nothing_and_draws_every_line_of_every_chart_as_it_comes_nea
     tab.page.wait_for_selector('[data-chart="plane"][data-drawn]')
     assert tab.page.locator('[data-chart="frontier"][data-drawn]').count() == 0, "far below, so not drawn yet"
     names = tab.draw_all()
-    assert len(names) == 10 and tab.complaints == [] and tab.requests == [page_file.as_uri()]
+    assert len(names) == 11 and tab.complaints == [] and tab.requests == [page_file.as_uri()]
     for name, chart in tab.data().items():
         assert tab.lines(name) == len(chart["traces"]) > 0, name
         titles = tab.page.locator(f'[data-chart="{name}"] .infolayer').locator(".xtitle, .ytitle")
@@ -169,7 +169,7 @@ def test_a_phone_shows_the_whole_grid_with_two_recipes_and_never_scrolls_sideway
     write_report([tmp_path / "grid"], tmp_path / "page.html")
     tab = open_tab(tmp_path / "page.html", viewport={"width": 400, "height": 800})
     charts = tab.draw_all()
-    assert len(charts) == 10 and tab.complaints == [] and tab.lines("plane") == 13
+    assert len(charts) == 11 and tab.complaints == [] and tab.lines("plane") == 13
     assert tab.page.get_by_role("checkbox").count() == 13
     check_labels(tab, charts)
     tab.page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")

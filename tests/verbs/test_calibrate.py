@@ -84,7 +84,7 @@ def test_a_rule_that_is_sure_of_wrong_answers_is_not_let_loose():
 
 
 def test_too_few_units_promise_nothing_and_say_how_many_would_do(capsys, monkeypatch):
-    monkeypatch.setattr("loopscope.verbs.calibration.open_target", lambda word: opened())
+    monkeypatch.setattr("loopscope.targets.open_target", lambda word, **how: opened())
     monkeypatch.setattr("loopscope.cli.calibrate.check_word", lambda word: None)
     code = main(["calibrate", "by-hand", "--data", "task:hops:6", "--max-units", "24", "--rule", "kl"])
     out = capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_too_few_units_promise_nothing_and_say_how_many_would_do(capsys, monkeyp
 
 
 def test_the_verb_writes_a_policy_that_generate_takes(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("loopscope.verbs.calibration.open_target", lambda word: opened())
+    monkeypatch.setattr("loopscope.targets.open_target", lambda word, **how: opened())
     monkeypatch.setattr("loopscope.cli.calibrate.check_word", lambda word: None)
     out = tmp_path / "policy.json"
     arguments = ["--data", "task:hops:6", "--rule", "kl", "--no-speed", "--out", str(out), "--json"]

@@ -357,7 +357,7 @@ def test_a_push_that_fails_says_where_the_folder_is(run, tmp_path, hub, monkeypa
     [
         ({"design": None}, "the field design is missing"),
         ({"hidden_size": None}, "the field hidden_size is missing"),
-        ({"hidden_size": 24}, "config.json asks for"),
+        ({"hidden_size": 24}, "does not hold the tensors that its config.json describes"),
         ({"num_loops": 0}, "not a number of loops"),
         ({"design": {"num_layer": 1}}, "unknown key 'num_layer'"),
         ({"design": {"target": "os:system"}}, "model"),

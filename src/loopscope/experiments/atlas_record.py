@@ -404,7 +404,7 @@ def collect(out: Path, order: Sequence[str]) -> AtlasRecord:
     place = {name: n for n, name in enumerate(order)}
     designs = sorted(record.designs, key=lambda each: place.get(each.name, len(place)))
     names = {design.name: n for n, design in enumerate(designs)}
-    listed = [entry for entry in entries.values() if entry.design in names]
+    listed = [entry for entry in entries.values() if entry.design in names and entry.setting in SETTINGS]
     listed.sort(key=lambda entry: (names[entry.design], SETTINGS.index(entry.setting)))
     record = replace(record, designs=designs, entries=listed)
     write_json(out / FILE, record.to_json())

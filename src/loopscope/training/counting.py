@@ -29,12 +29,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from loopscope.config import Config
+from loopscope.errors import ConfigError
 from loopscope.model.kernels import fused_rms_norm, hand_written_everywhere
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.cross_entropy import ReadoutLoss
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import LoopState
 
+MOST_TOKENS = 2**40
+"""Of a step that is counted: with more, sizes of tensors no longer fit into 64 bits."""
 FLASH_BACKWARD = 2.5
 """Cost of attention's backward pass over its forward: five products against two."""
 
@@ -107,6 +110,8 @@ class Counted:
 
 def count_step(config: Config, *, depth: int, sequences: int, kernels: Kernels) -> Counted:
     """Run one training step of `depth` loops without numbers, and count what it takes."""
+    if sequences * config.sequence_length > MOST_TOKENS:
+        raise ConfigError.of("batch", config.training.batch, f"a step of more than {MOST_TOKENS:,} tokens fits nowhere")
     model = build(config.design("a plan"), device="meta").train()
     counted, recompute = Counted(), config.training.checkpoint_loops
     objective = Objective(config.objective, recompute=recompute)
