@@ -336,7 +336,7 @@ def gates(groups: Sequence[Group]) -> Chart:
         "the line it says 0 or 1 whatever the token is. The table has what a calibrated rule and the gates save beyond "
         "the smallest fixed depth at the same bound.",
         traces=line_traces(lines, x, y),
-        layout=layout(x, y, lines, *([level(y, SATURATED_LOGIT, "saturated")] if lines else [])),
+        layout=layout(x, y, lines, *([level(y, SATURATED_LOGIT, "satu-<br>rated")] if lines else [])),
         table=Table(header, rows),
         missing=NEEDS_HALTING,
     )
