@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from loopscope.config import ModelConfig, ObjectiveConfig
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import open_file, read_text
+from loopscope.model.looped_lm import build
 from loopscope.protocol import LoopedModel
 from loopscope.words import PICKLED
 
@@ -76,6 +77,21 @@ class Foreign:
     """Tokens that end a text."""
     step: int | None = None
     """Training steps behind the weights, where the folder says so."""
+
+    @classmethod
+    def of_design(
+        cls, model: ModelConfig, objective: ObjectiveConfig, layout: Layout, *, embedding: str, **rest: Any
+    ) -> Self:
+        """One of our own designs; files may hold a tied head as a copy of their tensor `embedding`."""
+        return cls(
+            make=partial(build, model, device="meta"),
+            vocab_size=model.vocab_size,
+            max_length=model.max_length,
+            objective=objective,
+            layout=layout,
+            copies={"lm_head.weight": embedding} if model.tie_head else {},
+            **rest,
+        )
 
     @cached_property
     def model(self) -> LoopedModel:

@@ -12,11 +12,9 @@ call, and fixed per position here, so that a text has one answer.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, Shape, randomly_deep
 from loopscope.config import ModelConfig
-from loopscope.model.looped_lm import build
 
 EMBEDDING = "transformer.wte.weight"
 PARTS = {"prelude": "prelude", "recurrence.core": "core_block", "coda": "coda"}
@@ -29,13 +27,11 @@ def described(fields: Fields) -> Foreign:
     """The model that config.json describes, without weights."""
     model = design_of(fields)
     backprop = BACKPROP_LOOPS if fields.get("mean_backprop_depth") is None else fields.whole("mean_backprop_depth")
-    return Foreign(
-        make=partial(build, model, device="meta"),
-        vocab_size=model.vocab_size,
-        max_length=model.max_length,
-        objective=randomly_deep(model.num_loops, backprop),
-        layout=layout(model),
-        copies={"lm_head.weight": EMBEDDING} if model.tie_head else {},
+    return Foreign.of_design(
+        model,
+        randomly_deep(model.num_loops, backprop),
+        layout(model),
+        embedding=EMBEDDING,
         unused=("freqs_cis",),
         notes=("the state a text starts from is noise: published code draws it anew, here every position has its own",),
     )

@@ -12,11 +12,9 @@ exit gate.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from loopscope.adapters.foreign import Fields, Foreign, Layout, attention_rows
 from loopscope.config import Config, ModelConfig
-from loopscope.model.looped_lm import build
 from loopscope.presets import preset
 
 DESIGN = "ouro-1.4b"
@@ -28,13 +26,11 @@ def described(fields: Fields) -> Foreign:
     """The model that config.json describes, without weights."""
     config = config_of(fields)
     model = config.design("an adapter")
-    return Foreign(
-        make=partial(build, model, device="meta"),
-        vocab_size=model.vocab_size,
-        max_length=model.max_length,
-        objective=config.objective,
-        layout=layout(model),
-        copies={"lm_head.weight": EMBEDDING} if model.tie_head else {},
+    return Foreign.of_design(
+        model,
+        config.objective,
+        layout(model),
+        embedding=EMBEDDING,
     )
 
 

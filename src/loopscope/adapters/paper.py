@@ -11,12 +11,10 @@ with the original names, and a `config.json` of our making, whose fields are nam
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from loopscope.adapters.foreign import Fields, Foreign, Layout
 from loopscope.config import ModelConfig, ObjectiveConfig
-from loopscope.model.looped_lm import build
 
 MODEL_TYPE = "paper_looped_lm"
 EMBEDDING = "token_embedding.weight"
@@ -31,13 +29,11 @@ def described(fields: Fields) -> Foreign:
     placement: Any = fields.one_of("placement", PLACEMENTS)
     if placement == "gated" and not model.exit_gate:
         raise fields.unsupported("placement", "it needs exit_gate")
-    return Foreign(
-        make=partial(build, model, device="meta"),
-        vocab_size=model.vocab_size,
-        max_length=model.max_length,
-        objective=ObjectiveConfig(placement=placement),
-        layout=layout(model),
-        copies={"lm_head.weight": EMBEDDING},
+    return Foreign.of_design(
+        model,
+        ObjectiveConfig(placement=placement),
+        layout(model),
+        embedding=EMBEDDING,
         unused=() if model.inter_loop_norm != "none" else (LOOP_NORM,),
     )
 

@@ -14,14 +14,12 @@ Published files are `config.json` (without a model_type: it says `"_class_name":
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, attention_rows, randomly_deep
 from loopscope.adapters.huginn import BACKPROP_LOOPS, EMBEDDING, layers
 from loopscope.config import ModelConfig
 from loopscope.model.layers import VALUE_GATE_CHANNELS
-from loopscope.model.looped_lm import build
 
 CLASS_NAME = "ParcaeConfig"
 INJECTIONS = {"diagonal": "diagonal", "linear": "concat", "add": "add"}
@@ -31,13 +29,11 @@ STATES = {"like-init": "noise", "zero": "zeros"}
 def described(fields: Fields) -> Foreign:
     """The model that config.json describes, without weights."""
     model, backprop = design_of(fields), _backprop_depth(fields)
-    return Foreign(
-        make=partial(build, model, device="meta"),
-        vocab_size=model.vocab_size,
-        max_length=model.max_length,
-        objective=randomly_deep(model.num_loops, backprop),
-        layout=layout(model),
-        copies={"lm_head.weight": EMBEDDING} if model.tie_head else {},
+    return Foreign.of_design(
+        model,
+        randomly_deep(model.num_loops, backprop),
+        layout(model),
+        embedding=EMBEDDING,
         unused=("freqs_cis",),
         notes=("published training draws the depth from a Poisson distribution; here it is Poisson-lognormal",),
     )

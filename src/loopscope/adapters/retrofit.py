@@ -13,7 +13,6 @@ the ordinary model, and every later loop reads the input again. The published mo
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from loopscope.adapters.foreign import Fields, Foreign, Layout, Shape, attention
 from loopscope.adapters.huginn import BACKPROP_LOOPS
 from loopscope.config import ModelConfig
 from loopscope.errors import ConfigError
-from loopscope.model.looped_lm import build
 from loopscope.words import Retrofit
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -38,14 +36,12 @@ def described(fields: Fields, how: Retrofit) -> Foreign:
     if how.adapter:
         half = torch.eye(model.width) / 2
         given["recurrence.injection.project.weight"] = torch.cat([half, half], dim=1)
-    return Foreign(
-        make=partial(build, model, device="meta"),
-        vocab_size=model.vocab_size,
-        max_length=model.max_length,
-        objective=randomly_deep(model.num_loops, BACKPROP_LOOPS),
-        layout=layout(model, parts),
+    return Foreign.of_design(
+        model,
+        randomly_deep(model.num_loops, BACKPROP_LOOPS),
+        layout(model, parts),
+        embedding=EMBEDDING,
         given=given,
-        copies={"lm_head.weight": EMBEDDING} if model.tie_head else {},
         unused=[f"model.layers.{number}.{name}" for number in how.drop_layers for name in _names(model)],
         notes=(_note(parts, how),),
     )

@@ -61,7 +61,7 @@ def _why(error: Exception) -> str:
         )
     if isinstance(error, MemoryError) or "memory" in words.lower():
         return "it asks for more memory than a file of its size needs"
-    return f"torch says: {words.split('. ')[0][:200]}"
+    return f"it is damaged, or no checkpoint that torch saved (torch says: {words.split('. ')[0][:200]})"
 
 
 def _limit(most_bytes: int, seconds: int) -> None:
