@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import loopscope as ls
+from loopscope.errors import ProtocolError
 
 OPTIONS = ls.AuditOptions(states=3, prefix=8, tokens=64, rollout=6)
 WIDTH, VOCABULARY = 16, 64
@@ -103,6 +104,26 @@ def test_a_tensor_of_zeros_is_judged_with_a_little_noise():
     assert result.variable("z").verdict == "blind" and result.blind_directions.dimension == WIDTH
 
 
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_tensor_that_is_zero_at_some_tokens_is_judged_by_the_others(share):
+    """A sum that some tokens keep and others do not, as a weight that halted tokens have used up."""
+    kept_V1 = (torch.rand(VOCABULARY, 1, generator=torch.Generator().manual_seed(4)) < share).double()
+
+    def embedded(e_BTD):
+        return e_BTD * kept_V1[(e_BTD[..., None, :] == TABLE).all(-1).int().argmax(-1)]
+
+    model = two_tensors(embedded, lambda z, h: z + (z != 0) * 0.03 * rms(h) @ BLOCK, read=lambda z: 0.03 * z @ READER)
+    z = audited(model).variable("z")
+    assert z.verdict == "blind" and z.activity == pytest.approx(1, abs=0.05)
+
+
+def test_a_tensor_that_is_zero_at_every_token_searched_is_said_to_be():
+    """It lives at the first token alone, and no token so early in the text is searched."""
+    model = two_tensors(lambda e: torch.cat([e[:, :1], 0 * e[:, 1:]], 1), lambda z, h: 1.1 * z, read=lambda z: 0.03 * z)
+    z = audited(model).variable("z")
+    assert "zero at every token that was searched" in z.evidence and z.visibility == 0
+
+
 @pytest.mark.parametrize(
     ("first", "following", "why"),
     [
@@ -116,6 +137,37 @@ def test_a_tensor_that_cannot_be_searched_is_named_in_a_note(first, following, w
     result = audited(two_tensors(first, following, read=lambda z: 0.0))
     assert any("carried['z']" in note and why in note for note in result.checks["notes"])
     assert [one.name for one in result.variables] == ["scale", "mean"]
+
+
+@pytest.mark.parametrize("name", ["mean", "scale"])
+def test_a_tensor_that_is_called_like_a_field_of_h_keeps_its_own_verdict(name):
+    """z of the first test under another name: the field of h is visible, the tensor is blind."""
+
+    def loop(state, k):
+        z = state.carried[name]
+        h_BTD = state.h_BTD + 0.03 * torch.tanh(rms(state.h_BTD) @ BLOCK) + 0.03 * rms(z) @ READER
+        return ls.LoopState(h_BTD, carried={name: z + 0.03 * rms(h_BTD) @ BLOCK})
+
+    def embed(ids_BT):
+        return ls.LoopState(TABLE[ids_BT], carried={name: TABLE[ids_BT]})
+
+    model = ls.adapt(embed=embed, loop=loop, readout=lambda s, k: s.h_BTD @ HEAD.T, num_loops=3, module=None)
+    result = audited(model)
+    assert result.variable(name).verdict == "visible"
+    assert result.variable(f"carried[{name!r}]").verdict == "blind"
+    assert result.blind_directions.named == [{"name": f"carried[{name!r}]", "share": pytest.approx(1, abs=1e-6)}]
+
+
+def test_a_tensor_that_is_called_h_is_refused():
+    model = ls.adapt(
+        embed=lambda ids: ls.LoopState(TABLE[ids], carried={"h": TABLE[ids]}),
+        loop=lambda state, k: ls.LoopState(state.h_BTD * 1.1, carried={"h": state.carried["h"] * 1.1}),
+        readout=lambda state, k: state.h_BTD @ HEAD.T,
+        num_loops=3,
+        module=None,
+    )
+    with pytest.raises(ProtocolError, match="has the name of the state itself"):
+        audited(model)
 
 
 def test_channels_of_a_tensor_are_counted_within_it():

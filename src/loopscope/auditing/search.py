@@ -135,7 +135,8 @@ class StateFindings:
     field_rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
     """Those fields as unit rows M×X."""
     tensors: dict[str, FieldFinding] = field(default_factory=dict)
-    """Carried tensors, each along itself; their fates are those of their directions."""
+    """Carried tensors, each along itself, but those that are zero at this token: they have no such direction. The fate
+    of a tensor is that of its directions."""
     is_read: bool = True
     """Whether the next loop depends on the state at all."""
     disputed: tuple[str, ...] = ()
@@ -271,8 +272,8 @@ class _Question:
         self.disputed: tuple[str, ...] = ()
         self._corrections: tuple[Tensor, list[Tensor]] | None = None
         columns = window.layout(k).columns()
-        self.tensors = [name for name in columns if name != "h"]
         x_X = self.w_W[window.block(k)].double() / self.units_X
+        self.tensors = [name for name, where in columns.items() if name != "h" and x_X[where].any()]
         along_itself = torch.zeros(len(self.tensors), len(x_X), dtype=torch.float64, device=x_X.device)
         for index, name in enumerate(self.tensors):
             along_itself[index, columns[name]] = x_X[columns[name]] / x_X[columns[name]].norm()

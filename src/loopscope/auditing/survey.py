@@ -332,7 +332,7 @@ def _search(
 ) -> tuple[verdicts.Found, list[Variable]]:
     """Sample tokens, examine each, and sum up."""
     options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
-    carried = Carried.of(states[: run.model.num_loops + 1], partial(_written, run, states))
+    carried = Carried.of(states[: run.model.num_loops + 1], partial(_written, run, states), run.fields)
     run.notes.extend(carried.skipped)
     places = _places(run.ids_BT, options, generator)
     width = states[0].h_BTD.shape[-1] + sum(part.width for part in carried.searched)

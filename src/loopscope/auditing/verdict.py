@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from loopscope.auditing.drift import Drift
 from loopscope.auditing.free_range import FreeRange
 from loopscope.auditing.hidden import HIDDEN
 from loopscope.auditing.result import BlindDirections, Variable
-from loopscope.auditing.search import CLASSES, PUBLIC, StateFindings, median_dimension
+from loopscope.auditing.search import CLASSES, PUBLIC, FieldFinding, StateFindings, median_dimension
 from loopscope.config import PAPER_PENALTY
 from loopscope.readings import FURTHEST, free_to_grow, in_fold
 
@@ -101,8 +101,9 @@ def judge(findings: Findings, ranges: Mapping[str, FreeRange], constant: Sequenc
         unnamed=unnamed,
         loops=[_loop_row(k, [one[k] for one in findings]) for k in findings[0]],
     )
-    tensors = [_tensor_variable(name, findings) for name in at_worst[0].tensors]
-    others = _discovered(worst, findings, directions, [*blind, *at_worst[0].tensors])
+    beside_h = [name for name in at_worst[0].columns if name != "h"]
+    tensors = [_tensor_variable(name, findings) for name in beside_h]
+    others = _discovered(worst, findings, directions, [*blind, *beside_h])
     found = Found(directions, [one.name for one in others], _common(at_worst, besides[worst], extra))
     return found, [*fields, *tensors, *map(_constant, constant), *others, *_memory(findings, directions)]
 
@@ -209,8 +210,9 @@ def _names_at(state: StateFindings, basis_XC: Tensor, fields: Sequence[str], com
     near = max(NEAR, min(EXPLAINED, BY_CHANCE * basis_XC.shape[1] / len(basis_XC)))
     for name in fields:
         take(f"a direction near {name}", state.field_rows[names.index(name)], near)
-    for name in state.tensors:
-        where = state.columns[name]
+    for name, where in state.columns.items():
+        if name == "h":
+            continue
         width = where.stop - where.start
         share = float(basis_XC[where].square().sum()) / width
         if share >= EXPLAINED:
@@ -284,7 +286,7 @@ def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variabl
         by_loop[k] = max(fates, key=lambda fate: (fates[fate], SEVERITY.index(fate)))
     worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k]), ranges.median[k], -k))
     verdict = by_loop[worst]
-    visibility, delayed, activity = _medians(findings, lambda one: one[worst].fields[name])
+    visibility, delayed, activity = _medians([one[worst].fields[name] for one in findings])
     remedy, flag = REMEDIES.get(name, OTHER_REMEDY) if verdict == "blind" else (None, None)
     evidence = EVIDENCE[verdict].format(
         k=worst,
@@ -308,11 +310,10 @@ def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variabl
     )
 
 
-def _medians(findings: Findings, of: Callable[[dict[int, StateFindings]], object]) -> tuple[float, float, float]:
+def _medians(found: Sequence[FieldFinding]) -> tuple[float, float, float]:
     """Visibility, delayed visibility and activity, each the median over states."""
     visibility, delayed, activity = (
-        statistics.median(getattr(of(one), number) for one in findings)
-        for number in ("visibility", "delayed", "activity")
+        statistics.median(getattr(one, number) for one in found) for number in ("visibility", "delayed", "activity")
     )
     return visibility, delayed, activity
 
@@ -340,16 +341,19 @@ def _tensor_variable(name: str, findings: Findings) -> Variable:
         )
     worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k][0]), by_loop[k][1], -k))
     verdict, blind = by_loop[worst]
-    visibility, delayed, activity = _medians(findings, lambda one: one[worst].tensors[name])
+    along = [one[worst].tensors[name] for one in findings if name in one[worst].tensors]
+    visibility, delayed, activity = _medians(along) if along else (0.0, 0.0, 0.0)
     strengths = [one[worst].fate.strengths.get("blind") for one in findings]
     free = [one.free for one in strengths if one is not None]
     far = min(statistics.median(free), FURTHEST) if verdict == "blind" and free else None
     what = f"{blind:.0f} of its {width} directions are blind" if verdict == "blind" else f"most of it is {verdict}"
     what += "" if far is None else f", {_lengths(far)} along them go unnoticed"
-    evidence = (
-        f"carried beside h: {what} (loop {worst}; along itself its exit shows {visibility:.1g} of an average "
-        f"direction, the next loop passes on {activity:.2g}, later exits depend on it by {delayed:.1g})"
+    numbers = (
+        f"along itself its exit shows {visibility:.1g} of an average direction, the next loop passes on "
+        f"{activity:.2g}, later exits depend on it by {delayed:.1g}"
     )
+    numbers = numbers if along else "zero at every token that was searched"
+    evidence = f"carried beside h: {what} (loop {worst}; {numbers})"
     remedy, flag = TENSOR_REMEDY if verdict == "blind" else (None, None)
     return Variable(name, verdict, visibility, delayed, activity, evidence, remedy, flag, far)
 

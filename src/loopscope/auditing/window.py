@@ -16,7 +16,7 @@ X width of one token's share with what has no token, D width of h, F features, V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from loopscope.auditing.derivatives import with_the_same_noise
-from loopscope.errors import NotFiniteError
+from loopscope.errors import NotFiniteError, ProtocolError
 from loopscope.objectives.terms import Pass, Term
 from loopscope.protocol import Cached, LinearReadout, LoopedModel, LoopState, LoopTrace, Slot
 
@@ -47,6 +47,8 @@ class Part:
     width: int
     """Of one token's share; of the whole, where it has no tokens."""
     per_token: bool = True
+    label: str = ""
+    """What it is called in results; its name, unless a named field of h has that."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,10 @@ class Layout:
         return torch.cat([values_X[: self.token_width].repeat(self.tokens), values_X[self.token_width :]])
 
     def columns(self) -> dict[str, slice]:
-        """Where each tensor lies within such a block."""
+        """Where each tensor, by its label, lies within such a block."""
         found, start = {}, 0
         for part in sorted(self.parts, key=lambda part: not part.per_token):
-            found[part.name] = slice(start, start + part.width)
+            found[part.label or part.name] = slice(start, start + part.width)
             start += part.width
         return found
 
@@ -91,14 +93,23 @@ class Carried:
     """Sentences about tensors that cannot be searched."""
 
     @classmethod
-    def of(cls, states: Sequence[LoopState], written: Callable[[str], bool | None] = lambda name: None) -> Carried:
+    def of(
+        cls,
+        states: Sequence[LoopState],
+        written: Callable[[str], bool | None] = lambda name: None,
+        fields: Container[str] = (),
+    ) -> Carried:
         """From the states before the first loop and after each.
 
         `written` says whether a weight of a loop reaches a tensor; None where no weights are known. Then a tensor of
-        zeros may be one whose writer starts at zero, and is searched.
+        zeros may be one whose writer starts at zero, and is searched. `fields` are the names of fields of h: a tensor
+        that is called like one is carried['…'] in results.
         """
         last, searched, constant, skipped = states[-1], [], [], []
         for name, tensor in last.carried.items():
+            label = f"carried[{name!r}]" if name in fields else name
+            if name == "h":
+                raise ProtocolError("carried['h'] has the name of the state itself: call it something else")
             if not tensor.is_floating_point():
                 skipped.append(f"carried[{name!r}] holds {str(tensor.dtype).removeprefix('torch.')}: not searched")
             elif tensor.dim() == 0 or len(tensor) != len(last.h_BTD):
@@ -108,11 +119,11 @@ class Carried:
             elif all(torch.equal(state.carried.get(name, tensor), tensor) for state in states) and not (
                 written(name) if written(name) is not None else not tensor.any()
             ):
-                constant.append(name)
+                constant.append(label)
             else:
                 per_token = tensor.dim() > 1 and tensor.shape[1] == last.h_BTD.shape[1]
                 width = tensor[0, 0].numel() if per_token else tensor[0].numel()
-                searched.append(Part(name, width, per_token))
+                searched.append(Part(name, width, per_token, label))
         return cls(tuple(searched), tuple(constant), tuple(skipped))
 
 

@@ -393,8 +393,8 @@ class PonderingRecurrence(Recurrence):
         p_n = σ(w·h_{n−1} + b)        N = first n with Σ_{j≤n} p_j > 1 − 0.01        R = 1 − Σ_{n<N} p_n
         read out after loop k: Σ_{n<k} p_n·h_n + (what is left)·h_k, up to N
 
-    Carried beside h: the `mean` so far, and what is `left` of the weight, 0 for a token that has halted. At b = 1 the
-    first p is about 0.73. Chosen here: the states of halted tokens go on for the others to attend to.
+    Carried beside h: the `average` so far, and what is `left` of the weight, 0 for a token that has halted. At b = 1
+    the first p is about 0.73. Chosen here: the states of halted tokens go on for the others to attend to.
     """
 
     THRESHOLD = 0.01
@@ -407,20 +407,20 @@ class PonderingRecurrence(Recurrence):
     def start(self, state: LoopState) -> LoopState:
         """Nothing is weighted yet."""
         left_BT1 = torch.ones_like(state.h_BTD[..., :1])
-        return replace(state, carried={"mean": torch.zeros_like(state.h_BTD), "left": left_BT1})
+        return replace(state, carried={"average": torch.zeros_like(state.h_BTD), "left": left_BT1})
 
     def forward(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         left_BT1, p_BT1 = state.carried["left"], self.halting(state.h_BTD).sigmoid()
         h_BTD = super().forward(state, k, cache).h_BTD
         halts_BT1 = p_BT1 > left_BT1 - self.THRESHOLD  # a halted token halts again, with nothing left to give
         weight_BT1 = torch.where(halts_BT1, left_BT1, p_BT1)
-        mean_BTD = state.carried["mean"] + weight_BT1 * h_BTD
+        average_BTD = state.carried["average"] + weight_BT1 * h_BTD
         left_BT1 = torch.where(halts_BT1, torch.zeros_like(left_BT1), left_BT1 - p_BT1)
-        return replace(state, h_BTD=h_BTD, carried={"mean": mean_BTD, "left": left_BT1})
+        return replace(state, h_BTD=h_BTD, carried={"average": average_BTD, "left": left_BT1})
 
     def shown(self, state: LoopState) -> Tensor:
-        """The mean, to which the current state gives what is left."""
-        return state.carried["mean"] + state.carried["left"] * state.h_BTD
+        """The average, to which the current state gives what is left."""
+        return state.carried["average"] + state.carried["left"] * state.h_BTD
 
 
 # A further recurrence is one class, one line here, and its name among those of `ModelConfig.recurrence`.
