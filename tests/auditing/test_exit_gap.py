@@ -138,6 +138,32 @@ def test_a_readout_that_is_no_head_gets_no_affine_map():
     assert share(gap, "temperature") > 0.97 and "no affine map" in gap.notes[-1]
 
 
+class Copied(Known):
+    """The same with a state of two copies side by side, of which the readout takes the mean."""
+
+    def embed(self, ids_BT: Tensor) -> LoopState:
+        return self.copied(super().embed(ids_BT))
+
+    def loop(self, state: LoopState, k: int) -> LoopState:
+        return self.copied(super().loop(state, k))
+
+    def copied(self, state: LoopState) -> LoopState:
+        return state.with_h(state.h_BTD.repeat(1, 1, 2))
+
+    def features(self, state: LoopState, k: int, cache=None) -> Tensor:
+        return state.h_BTD.unflatten(-1, (2, -1)).mean(-2)
+
+
+def test_a_state_wider_than_the_heads_input_is_read_as_the_narrow_one():
+    first = lambda truth: truth * torch.linspace(0.1, 1.0, SIDES**2)  # noqa: E731
+    wide, narrow = (measure_exit_gap(kind(first), text(1), text(2)) for kind in (Copied, Known))
+    assert wide.gap == pytest.approx(narrow.gap)
+    for name in ("temperature", "affine"):
+        assert share(wide, name) == pytest.approx(share(narrow, name), abs=1e-3)
+    assert share(wide, "full-rank") == pytest.approx(share(narrow, "full-rank"), abs=0.1)
+    assert [mend.parameters for mend in wide.mends] == [1, 2 * SIDES**2, (2 * SIDES**2) * (2 * SIDES**2 + 1) + 1]
+
+
 def test_only_targets_that_count_count():
     def masked(pairs):
         return [(ids, torch.where(torch.arange(24) < 12, targets, -100)) for ids, targets in pairs]

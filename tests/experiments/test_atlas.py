@@ -97,7 +97,19 @@ def test_growth_is_measured_against_the_untrained_state_and_to_thirty_loops():
     assert found.growth_in_training == pytest.approx(200 * 1.1 ** (LOOPS - 1) / 10)
     assert found.growth_beyond == pytest.approx(1.1 ** (30 - LOOPS))
     short = replace(found, trained=replace(found.trained, norms=found.trained.norms[:12]))
-    assert short.growth_beyond is None and cell("far", short) == ("–", "")
+    assert short.growth_beyond is None and cell("far", short) == ("finite to loop 12", "bad")
+    overflown = replace(found, trained=replace(found.trained, norms=[1.0, 1e9, None]))
+    assert cell("far", overflown) == ("finite to loop 2", "bad")
+    assert cell("far", replace(found, trained=None)) == ("–", "")
+
+
+def test_growth_is_told_from_where_to_where_and_is_bad_only_where_something_is_blind():
+    fresh, grown = audited(start=0.2, growth=1.0), audited(start=20.0, growth=1.0)
+    blind = entry("ouro", untrained=fresh, trained=grown)
+    assert cell("growth", blind) == ("×100 (0.200 → 20.0)", "bad")
+    seen = replace(blind, trained=replace(audited("visible", 1.1), norms=grown.norms))
+    assert cell("growth", seen) == ("×100 (0.200 → 20.0)", "open")
+    assert cell("growth", replace(blind, trained=fresh)) == ("×1.00 (0.200 → 0.200)", "good")
 
 
 def test_a_cell_names_blind_variables_first_with_their_free_ranges():

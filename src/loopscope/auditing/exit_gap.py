@@ -17,7 +17,7 @@ A map with D² numbers overfits short text. It is fitted on three quarters of th
 that is best on the last quarter is kept, the untouched readout being the first of them: on that quarter no calibration
 is worse than none. What a map mends is therefore what it learns from so much text, and no upper bound.
 
-Shape legend: B batch, T tokens, D width, V vocabulary, U units.
+Shape legend: B batch, T tokens, D width of the state, F width of the head's input, V vocabulary, U units.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -160,9 +160,9 @@ class _Map(nn.Module, ABC):
     name: ClassVar[str]
 
     @classmethod
-    def fits(cls, model: LoopedModel) -> bool:
-        """Whether it can be put to a model's readout."""
-        return True
+    @abstractmethod
+    def of(cls, model: LoopedModel, state: LoopState) -> Self | None:
+        """As wide as what it changes of this model's readout of such a state; None where it cannot be put to it."""
 
     @abstractmethod
     def logits(self, model: LoopedModel, state: LoopState, k: int) -> Tensor:
@@ -172,9 +172,13 @@ class _Map(nn.Module, ABC):
 class _Temperature(_Map):
     name = "temperature"
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.log_scale = nn.Parameter(torch.zeros(()))
+
+    @classmethod
+    def of(cls, model: LoopedModel, state: LoopState) -> Self:
+        return cls()
 
     def logits(self, model: LoopedModel, state: LoopState, k: int) -> Tensor:
         return self.log_scale.exp() * model.readout(state, k).float()
@@ -183,18 +187,19 @@ class _Temperature(_Map):
 class _Affine(_Map):
     name = "affine"
 
-    @classmethod
-    def fits(cls, model: LoopedModel) -> bool:
-        return LinearReadout.of(model) is not None
-
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gain_D = nn.Parameter(torch.ones(width))
-        self.bias_D = nn.Parameter(torch.zeros(width))
+        self.gain_F = nn.Parameter(torch.ones(width))
+        self.bias_F = nn.Parameter(torch.zeros(width))
+
+    @classmethod
+    def of(cls, model: LoopedModel, state: LoopState) -> Self | None:
+        linear = LinearReadout.of(model)
+        return None if linear is None else cls(linear.head.shape[-1])
 
     def logits(self, model: LoopedModel, state: LoopState, k: int) -> Tensor:
         linear = LinearReadout.needed(model, "an affine map of the head's input")
-        return F.linear(self.gain_D * linear.features(state, k).float() + self.bias_D, linear.head.float())
+        return F.linear(self.gain_F * linear.features(state, k).float() + self.bias_F, linear.head.float())
 
 
 class _FullRank(_Map):
@@ -205,6 +210,10 @@ class _FullRank(_Map):
         self.weight_DD = nn.Parameter(torch.zeros(width, width))
         self.bias_D = nn.Parameter(torch.zeros(width))
         self.log_scale = nn.Parameter(torch.zeros(()))
+
+    @classmethod
+    def of(cls, model: LoopedModel, state: LoopState) -> Self:
+        return cls(state.h_BTD.shape[-1])
 
     def logits(self, model: LoopedModel, state: LoopState, k: int) -> Tensor:
         h_BTD = state.h_BTD.float()
@@ -259,16 +268,15 @@ def _after(model: LoopedModel, pairs: Sequence[tuple[Tensor, Tensor]], loop: int
 
 def _read(model: LoopedModel, loop: int, stepping: _Text, stopping: _Text, test: _Text) -> _Reading:
     """Every map fitted at one depth, and the test text read plainly and through each."""
-    width = stepping[0][0].h_BTD.shape[-1]
-    device = stepping[0][0].h_BTD.device
+    like, device = stepping[0][0], stepping[0][0].h_BTD.device
     mapped: dict[str, Tensor] = {}
     parameters: dict[str, int] = {}
     for kind in (_Temperature, _Affine, _FullRank):
-        if kind.fits(model):
-            fitted = _fitted(kind(width).to(device), model, loop, stepping, stopping)
+        if (fresh := kind.of(model, like)) is not None:
+            fitted = _fitted(fresh.to(device), model, loop, stepping, stopping)
             mapped[kind.name] = _nats(fitted, model, loop, test)[0]
             parameters[kind.name] = sum(weight.numel() for weight in fitted.parameters())
-    plain_U, counts_U = _nats(_Temperature(width).to(device), model, loop, test)
+    plain_U, counts_U = _nats(_Temperature().to(device), model, loop, test)
     tokens = sum(int((targets_BT != IGNORE_INDEX).sum()) for _, targets_BT in (*stepping, *stopping))
     return _Reading(loop, counts_U, plain_U, mapped, parameters, tokens)
 

@@ -6,6 +6,7 @@ Tables and page show the same cells. A cell that is empty says why: not measured
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -83,11 +84,29 @@ def _variable(one: Variable) -> str:
     return f"{one.name} {one.verdict}{free}"
 
 
-def _growth(factor: float | None) -> Cell:
-    if factor is None:
+def _growth(entry: Entry) -> Cell:
+    """The factor, and from where to where: a state that began tiny grows manifold and may still be small."""
+    factor = entry.growth_in_training
+    if factor is None or entry.untrained is None or entry.trained is None:
         return Cell(NOT_MEASURED)
-    tone: Tone = "bad" if factor >= TENFOLD else "open" if factor >= STEADY else "good"
-    return Cell(f"×{shown(factor, 3)}", factor, tone)
+    before, after = (audited.norm(entry.num_loops or 0) for audited in (entry.untrained, entry.trained))
+    return Cell(f"×{shown(factor, 3)} ({shown(before, 3)} → {shown(after, 3)})", factor, _growth_tone(entry, factor))
+
+
+def _far(entry: Entry) -> Cell:
+    """The factor, or the last loop that leaves a finite state."""
+    factor, norms = entry.growth_beyond, entry.trained.norms if entry.trained else []
+    if factor is not None:
+        return Cell(f"×{shown(factor, 3)}", factor, _growth_tone(entry, factor))
+    last = max((k for k, norm in enumerate(norms, start=1) if norm is not None), default=None)
+    return Cell(NOT_MEASURED) if last is None else Cell(f"finite to loop {last}", sys.float_info.max, "bad")
+
+
+def _growth_tone(entry: Entry, factor: float) -> Tone:
+    """Tenfold growth is bad where something is blind: elsewhere a loss saw it and let it be."""
+    if factor < STEADY:
+        return "good"
+    return "bad" if factor >= TENFOLD and entry.trained and entry.trained.blind else "open"
 
 
 def _motion(entry: Entry) -> Cell:
@@ -168,16 +187,18 @@ PROPERTIES = (
     Property(
         "growth",
         "growth in training",
-        "How many times longer the state is after the last loop than before training.",
+        "How many times longer the state is after the last loop than before training, from and to which norm. ✗ is "
+        "tenfold or more with something blind: no loss saw it grow.",
         "norms",
-        lambda entry: _growth(entry.growth_in_training),
+        _growth,
     ),
     Property(
         "far",
         f"growth to {FAR} loops",
-        f"How many times longer it gets when the loop goes on from the trained depth to {FAR} loops.",
+        f"How many times longer it gets when the loop goes on from the trained depth to {FAR} loops; or the last "
+        "loop that leaves a finite state.",
         "norms",
-        lambda entry: _growth(entry.growth_beyond),
+        _far,
     ),
     Property(
         "motion",

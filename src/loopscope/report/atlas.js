@@ -58,6 +58,7 @@
       show();
     }),
   );
+  document.querySelectorAll(".matrix .setting").forEach((each) => (each.hidden = true)); // one is shown, and it is picked
   addEventListener("hashchange", open);
   document.addEventListener("click", (event) => {
     const link = event.target.closest?.('a[href^="#"]');
