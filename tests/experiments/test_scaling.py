@@ -24,6 +24,7 @@ from loopscope.experiments.scaling import (
     fit_law,
     fit_test_time,
     huber,
+    interval,
     predicted_log_loss,
     scaling,
 )
@@ -155,6 +156,16 @@ def test_everything_that_is_missing_is_said_at_once():
 def test_an_interval_that_says_nothing_is_called_so():
     found = scaling(grid(noise=0.08, widths=(64, 72)), starts=100, bootstraps=60)
     assert "too wide to say what a loop is worth" in found.summary
+
+
+def test_what_the_bounds_hold_and_not_the_runs_is_said():
+    assert "Held by the bounds" not in scaling(grid(noise=1e-3), starts=100, bootstraps=20).summary
+    found = scaling(grid(replace(TRUE, E=1e-9), noise=1e-3), starts=100, bootstraps=20)
+    assert "Held by the bounds of the fit and not by the runs: E." in found.summary
+
+
+def test_what_rounds_to_nothing_has_no_sign():
+    assert interval(-0.001, 0.87) == "[0.00, 0.87]" and interval(-0.5, -0.0) == "[-0.50, 0.00]"
 
 
 # --- Parcae ----------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ examples:
 
     def run(self) -> int:
         """Read the runs, fit, write and print."""
-        from loopscope.experiments.scaling import scaling
+        from loopscope.experiments.scaling import check_identifiable, scaling
         from loopscope.experiments.scaling_points import points_of
         from loopscope.report.inputs import read_inputs
         from loopscope.runs import write_json
@@ -68,6 +68,7 @@ examples:
         points, left_out = points_of(read_inputs(self.runs).runs)
         for line in left_out:
             say(line)
+        check_identifiable(points, self.law)
         say(f"fitting {len(points)} runs from {self.starts} starts, {self.bootstraps} bootstraps")
         found = scaling(points, law=self.law, starts=self.starts, bootstraps=self.bootstraps, seed=self.seed)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -103,8 +104,7 @@ def _fits_table(found: Found) -> Table:
     for name in ("E", "A", "α", "B", "β", "missed by", "left out: by"):
         table.add_column(name, justify="right")
     for fit in (found.fit, *found.beside):
-        interval = "" if found.phi_low is None or fit.is_phi_fixed else f" [{found.phi_low:.2f}, {found.phi_high:.2f}]"
-        phi = f"{fit.phi:.3f}{interval}" if not fit.is_phi_fixed else f"{fit.phi:g} (fixed)"
+        phi = f"{fit.phi:g} (fixed)" if fit.is_phi_fixed else found.told_phi
         values = (f"{value:.3g}" for value in (fit.E, fit.A, fit.alpha, fit.B, fit.beta))
         table.add_row(phi, *values, f"{fit.error:.2%}", f"{fit.held_out_error or 0:.2%}")
     return table
@@ -113,9 +113,11 @@ def _fits_table(found: Found) -> Table:
 def _worth_table(found: Found) -> Table:
     from rich.table import Table
 
+    from loopscope.experiments.scaling import interval
+
     table = Table("loop r", title="what the r-th loop is worth, in recurrent parameters", title_justify="left")
     for name in ("r^φ − (r−1)^φ", "95 % interval"):
         table.add_column(name, justify="right")
     for each in found.worth:
-        table.add_row(str(each.loop), f"{each.worth:.2f}", f"[{each.low:.2f}, {each.high:.2f}]")
+        table.add_row(str(each.loop), f"{each.worth:.2f}", interval(each.low, each.high))
     return table

@@ -407,13 +407,20 @@ class Scaling:
         return self.phi_high - self.phi_low < WIDE and self.at_bound <= MOST_AT_BOUND
 
     @property
+    def told_phi(self) -> str:
+        """φ with its interval, where it has one."""
+        phi = f"{self.fit.phi:.2f}"
+        if self.phi_low is None or self.phi_high is None:
+            return phi
+        return f"{phi} {interval(self.phi_low, self.phi_high)}"
+
+    @property
     def summary(self) -> str:
         """The law in words, its interval said plainly."""
-        if self.phi_low is None or self.phi_high is None:
+        if self.phi_low is None:
             says = f"With parameters counted unrolled the law misses the losses by {self.fit.error:.2%}"
         else:
-            says = f"φ = {self.fit.phi:.2f} [{self.phi_low:.2f}, {self.phi_high:.2f}], over {self.cells} cells"
-            says += f" of {len(self.points)} runs"
+            says = f"φ = {self.told_phi}, over {self.cells} cells of {len(self.points)} runs"
         if self.fit.held_out_error is not None:
             says += f"; cells left out are missed by {self.fit.held_out_error:.2%}"
         says += "".join(f", with φ = {each.phi:g} by {each.held_out_error or 0:.2%}" for each in self.beside)
@@ -485,7 +492,7 @@ def scaling(
         bootstraps=bootstraps,
         at_bound=at_bound,
         worth=_worth(fit.phi, phi_W, max(p.loops for p in points)),
-        notes=_notes(low, high, at_bound),
+        notes=[*_notes(low, high, at_bound), *_bounds_reached(fit)],
     )
 
 
@@ -510,3 +517,25 @@ def _notes(low: float, high: float, at_bound: float) -> list[str]:
     elif low <= 1 <= high:
         notes.append("It holds 1: these runs do not show that a loop is worth less than parameters of its own.")
     return notes
+
+
+def _bounds_reached(fit: Fit) -> list[str]:
+    """Parameters other than φ that the bounds of the search hold, and not the runs."""
+    reached = {
+        "A": math.log(fit.A),
+        "B": math.log(fit.B),
+        "E": math.log(fit.E),
+        "α": fit.alpha,
+        "β": fit.beta,
+    }
+    held = [
+        name
+        for (name, value), low, high in zip(reached.items(), LOW_P, HIGH_P, strict=False)
+        if not low + 1e-6 < value < high - 1e-6
+    ]
+    return [f"Held by the bounds of the fit and not by the runs: {', '.join(held)}."] if held else []
+
+
+def interval(low: float, high: float) -> str:
+    """[0.41, 0.53]; what rounds to nothing has no sign."""
+    return f"[{round(low, 2) + 0.0:.2f}, {round(high, 2) + 0.0:.2f}]"

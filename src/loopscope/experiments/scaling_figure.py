@@ -48,7 +48,7 @@ def _figure(found: Scaling) -> Figure:
         right.set_xticks(xs)
         right.set_xlabel("loop r")
         right.set_ylabel("worth in recurrent parameters, r^φ − (r−1)^φ")
-        right.set_title(f"φ = {found.fit.phi:.2f} [{found.phi_low:.2f}, {found.phi_high:.2f}]")
+        right.set_title(f"φ = {found.told_phi}")
     else:
         for place, r in enumerate(loops):
             for p in (p for p in found.points if p.loops == r and len(p.depths) > 1):
