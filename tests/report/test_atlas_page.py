@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,7 +17,7 @@ from browsing import Tab, needs_chromium
 from loopscope.designs import DESIGNS
 from loopscope.experiments.atlas_properties import PROPERTIES
 from loopscope.report.atlas import headlines, marks_of, publish, render
-from loopscope.report.drawing import NEAR, Mark, lines, scatter, standalone_scatter
+from loopscope.report.drawing import LINE, Mark, lines, scatter, spread, standalone_scatter
 
 NAMES = list(DESIGNS)
 
@@ -88,31 +90,62 @@ def circles(svg: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg)]
 
 
-def test_marks_of_one_setting_never_hide_one_another():
-    marks = [Mark(n, f"design {n}", 1e6, 7.0, "bad", f"d{n}", "modern") for n in range(32)]
-    drawn = circles(scatter(marks, x_title="x", y_title="y", furthest=1e6))
-    gaps = [(a[0] - b[0]) ** 2 + (a[1] - b[1]) ** 2 for n, a in enumerate(drawn) for b in drawn[:n]]
-    assert len(drawn) == 32 and min(gaps) >= (NEAR - 0.2) ** 2
-    assert all(0 < x < 520 and 0 < y < 420 for x, y in drawn)
+def names(svg: str) -> dict[str, tuple[float, float]]:
+    """Where the name of every mark stands."""
+    found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)">([^<]+)</text></(?:a|g)>', svg)
+    return {name: (float(x), float(y)) for x, y, name in found}
+
+
+def test_names_never_hide_one_another_however_many_marks_share_a_place():
+    marks = [Mark(f"design {n}", 1e6, 7.0, "bad", f"d{n}") for n in range(40)]
+    drawn = scatter(marks, x_title="x", y_title="y", furthest=1e6)
+    rows = sorted(y for _, y in names(drawn).values())
+    assert len(rows) == 40 and min(b - a for a, b in pairwise(rows)) >= LINE - 0.2
+    assert rows[0] > 0 and rows[-1] < float(re.findall(r'viewBox="0 0 \d+ ([\d.]+)"', drawn)[0])
+    assert len(set(circles(drawn))) == 1, "the marks themselves are never moved"
+
+
+def test_names_are_moved_no_further_than_they_must():
+    assert spread([10.0, 50.0, 90.0], 14, 0, 100) == [10.0, 50.0, 90.0]
+    assert spread([50.0, 50.0, 50.0], 10, 0, 100) == [40.0, 50.0, 60.0]
+    assert spread([2.0, 2.0, 60.0], 10, 0, 100) == [0.0, 10.0, 60.0], "inside, and the rest is left alone"
+    assert spread([99.0, 100.0], 10, 0, 100) == [90.0, 100.0] and spread([], 10, 0, 100) == []
 
 
 def test_further_right_is_freer_and_further_up_grows_more():
-    marks = [Mark(1, "a", 2.0, 1.0, "good", "a", "m"), Mark(2, "b", 1e3, 9.0, "bad", "b", "m")]
-    (ax, ay), (bx, by) = circles(scatter(marks, x_title="x", y_title="y", furthest=1e6))
+    marks = [Mark("b", 1e3, 9.0, "bad", "b"), Mark("a", 2.0, 1.0, "good", "a")]
+    drawn = scatter(marks, x_title="x", y_title="y", furthest=1e6)
+    (ax, ay), (bx, by) = circles(drawn)
     assert bx > ax and by < ay
+    assert list(names(drawn)) == ["a", "b"]
 
 
-def test_the_figure_is_a_file_of_its_own_with_the_names_of_its_numbers():
-    marks = [mark for mark in marks_of(sample_atlas()) if mark.setting == "modern"]
+def test_a_runaway_lies_on_the_edge_with_its_growth_and_leaves_the_rest_their_room():
+    marks = [
+        Mark("calm", 2.0, 1.0, "good", "a"),
+        Mark("wild", 1e6, 3e9, "bad", "b"),
+        Mark("edge", 1e6, 99.0, "bad", "c"),
+    ]
+    drawn = scatter(marks, x_title="x", y_title="y", furthest=1e6)
+    assert set(names(drawn)) == {"calm", "wild (3.00e+09)", "edge"}
+    lost = scatter([Mark("lost", 1.1, math.inf, "good", "l")], x_title="x", y_title="y", furthest=1e6)
+    assert set(names(lost)) == {"lost (not finite)"} and "nan" not in lost and "inf" not in lost
+    (_, calm), (_, wild), (_, edge) = circles(drawn)
+    assert wild <= edge < calm - 150
+
+
+def test_the_figure_is_a_file_of_its_own_with_every_name_and_no_link():
+    marks = marks_of(sample_atlas(), MODERN)
     drawn = standalone_scatter(marks, x_title="x & y", y_title="y", furthest=1e6, title="<t>")
     root = ElementTree.fromstring(drawn)
     texts = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert all(f"{mark.number} {mark.name}" in texts for mark in marks) and "x & y" in texts
+    assert marks and all(mark.name in texts for mark in marks) and {"x & y", "<t>"} <= set(texts)
+    assert "href" not in drawn
 
 
 def test_what_cannot_be_drawn_is_left_out():
     assert lines({"a": [None, None]}, "t") == "" and "polyline" in lines({"a": [1.0, None, 3.0]}, "t")
-    assert marks_of(replace(sample_atlas(), entries=[entry(NAMES[0], MODERN, trained=None)])) == []
+    assert marks_of(replace(sample_atlas(), entries=[entry(NAMES[0], MODERN, trained=None)]), MODERN) == []
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
@@ -182,7 +215,8 @@ def test_a_phone_shows_every_cell_with_its_question_and_never_scrolls_sideways(o
     assert PROPERTIES[0].title in tab.page.evaluate(label)
     tab.page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert tab.page.evaluate("document.documentElement.scrollWidth") == 400
-    sizes = tab.page.eval_on_selector_all(".drawing > text", "all => all.map(t => t.getBoundingClientRect().height)")
+    heights = "all => all.filter(t => t.checkVisibility()).map(t => t.getBoundingClientRect().height)"
+    sizes = tab.page.eval_on_selector_all(".drawing text", heights)
     assert min(sizes) >= 9, "labels of the scatter can be read"
     colours = (tab.page.evaluate(f"getComputedStyle(document.body).{what}") for what in ("color", "backgroundColor"))
     ink, paper = (sum(float(part) for part in re.findall(r"[\d.]+", colour)[:3]) for colour in colours)
@@ -193,4 +227,5 @@ def test_a_phone_shows_every_cell_with_its_question_and_never_scrolls_sideways(o
 def test_without_a_script_every_row_is_there(open_tab, page_file):
     tab = open_tab(page_file, java_script_enabled=False)
     assert tab.page.locator(".matrix tbody tr").count() == 2 * len(NAMES) + 2
+    assert tab.page.locator(".drawing:visible").count() == 3, "a scatter for every setting"
     assert tab.page.locator("noscript").count() == 1

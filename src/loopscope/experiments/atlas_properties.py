@@ -95,11 +95,16 @@ def _growth(entry: Entry) -> Cell:
 
 def _far(entry: Entry) -> Cell:
     """The factor, or the last loop that leaves a finite state."""
-    factor, norms = entry.growth_beyond, entry.trained.norms if entry.trained else []
+    factor = entry.growth_beyond
     if factor is not None:
         return Cell(f"×{shown(factor, 3)}", factor, _growth_tone(entry, factor))
-    last = max((k for k, norm in enumerate(norms, start=1) if norm is not None), default=None)
+    last = _last_finite(entry)
     return Cell(NOT_MEASURED) if last is None else Cell(f"finite to loop {last}", sys.float_info.max, "bad")
+
+
+def _last_finite(entry: Entry) -> int | None:
+    norms = entry.trained.norms if entry.trained else []
+    return max((k for k, norm in enumerate(norms, start=1) if norm is not None), default=None)
 
 
 def _growth_tone(entry: Entry, factor: float) -> Tone:
@@ -275,9 +280,13 @@ def _table(record: AtlasRecord, setting: Setting) -> Table:
 
 
 def free_range_and_growth(entry: Entry) -> tuple[float, float] | None:
-    """A design's place in the scatter: how far its freest variable may run, and how far its norm grows to 30 loops."""
-    free = entry.trained.freest if entry.trained else None
-    growth = entry.growth_beyond
-    if free is None or growth is None or entry.is_learnt is False or not (math.isfinite(growth) and growth > 0):
+    """A design's place in the scatter: how far its freest variable may run, and how far its norm grows to 30 loops.
+
+    A state that does not stay finite so far has grown without limit, inf.
+    """
+    free, growth = entry.trained.freest if entry.trained else None, entry.growth_beyond
+    if growth is None and _last_finite(entry) is not None:
+        growth = math.inf
+    if free is None or entry.is_learnt is False or growth is None or not growth > 0:
         return None
     return max(free, 1.0), growth

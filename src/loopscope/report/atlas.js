@@ -3,6 +3,7 @@
   const body = document.querySelector(".matrix tbody");
   const rows = [...body.rows];
   const marks = [...document.querySelectorAll("[data-mark]")];
+  const scatters = document.querySelectorAll("[data-scatter]");
   const filter = document.getElementById("filter");
   const sort = document.getElementById("sort");
   const turn = document.getElementById("turn");
@@ -27,6 +28,7 @@
       if (!row.hidden) kept.add(row.dataset.anchor);
     }
     marks.forEach((mark) => (mark.style.display = kept.has(mark.dataset.mark) ? "" : "none")); // SVG has no hidden
+    scatters.forEach((figure) => (figure.hidden = figure.dataset.scatter !== chosen()));
     body.append(...[...rows].sort(sort.value ? compare : order));
     turn.textContent = rising ? "↓ smallest first" : "↑ largest first";
     for (const head of document.querySelectorAll("[data-column]")) {

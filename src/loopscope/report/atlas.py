@@ -68,11 +68,9 @@ def publish(out: Path) -> AtlasRecord:
         table.write(out / "tables")
     (out / "figures").mkdir(exist_ok=True)
     for setting in record.settings():
-        marks = [mark for mark in marks_of(record) if mark.setting == setting.key]
+        marks = marks_of(record, setting)
         if marks:
-            drawn = standalone_scatter(
-                marks, x_title=X_TITLE, y_title=Y_TITLE, furthest=FURTHEST, title=f"{setting.title}: designs"
-            )
+            drawn = standalone_scatter(marks, x_title=X_TITLE, y_title=Y_TITLE, furthest=FURTHEST, title=setting.title)
             write_atomically(out / "figures" / f"scatter-{setting.key}.svg", drawn)
     write_atomically(out / PAGE, render(record))
     return record
@@ -95,8 +93,7 @@ def render(record: AtlasRecord) -> str:
             settings=settings,
             shown=next((each for each in settings if each.key == "modern"), settings[0] if settings else None),
             matrix=matrix(record),
-            numbers={design.name: n for n, design in enumerate(record.designs, start=1)},
-            scatter=scatter(marks_of(record), x_title=X_TITLE, y_title=Y_TITLE, furthest=FURTHEST),
+            scatters=[(setting, _scatter(record, setting)) for setting in settings],
             headlines=headlines(record),
             evidence={design.name: evidence_of(record, design.name) for design in record.designs},
             far=FAR,
@@ -145,18 +142,21 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def marks_of(record: AtlasRecord) -> list[Mark]:
+def marks_of(record: AtlasRecord, setting: Setting) -> list[Mark]:
     """A mark for every trained design whose free range and growth are known."""
     made = []
-    for number, design in enumerate(record.designs, start=1):
-        for setting in record.settings():
-            entry = record.entry(design.name, setting)
-            place = free_range_and_growth(entry) if entry else None
-            if entry is None or place is None:
-                continue
-            blind = bool(entry.trained and entry.trained.blind)
-            made.append(Mark(number, design.title, *place, "bad" if blind else "good", entry.anchor, setting.key))
+    for design in record.designs:
+        entry = record.entry(design.name, setting)
+        place = free_range_and_growth(entry) if entry else None
+        if entry is None or place is None:
+            continue
+        blind = bool(entry.trained and entry.trained.blind)
+        made.append(Mark(design.title, *place, "bad" if blind else "good", entry.anchor))
     return made
+
+
+def _scatter(record: AtlasRecord, setting: Setting) -> Markup:
+    return scatter(marks_of(record, setting), x_title=X_TITLE, y_title=Y_TITLE, furthest=FURTHEST)
 
 
 # --- evidence --------------------------------------------------------------------------------------------------------

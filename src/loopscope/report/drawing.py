@@ -1,4 +1,4 @@
-"""Small drawings as SVG: a scatter with numbered marks, and lines over loops. Plain text, no script, no library.
+"""Small drawings as SVG: a scatter with named marks, and lines over loops. Plain text, no script, no library.
 
 Colours are classes (c0 … c7, ink, muted, grid) that the page's style sheet defines, so that light and dark are decided
 there. Every text of a file is escaped.
@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from markupsafe import Markup
 
 from loopscope.report.charts import plain
 
-RADIUS = 9.5
-"""Of a numbered mark."""
-NEAR = 1.9 * RADIUS
-"""Marks closer than this hide one another's numbers."""
+WIDTH = 760
+LEFT, RIGHT, TOP = 64.0, 530.0, 40.0
+"""The plot; the names of what lies at its right end stand beside it."""
+LINE = 14.5
+"""From one name to the next."""
+BEYOND = 100.0
+"""Growths above are drawn on the upper edge with their value beside the name: a runaway shall not flatten the rest."""
 ROUND = (1, 2, 5)
-LEGEND_WIDTH = 250
 LEAST_SPAN = math.log10(4)
 """Of a logarithmic line drawing, in decades: what hardly changes shall look flat."""
 STANDALONE = """
-text { font: 12px system-ui, sans-serif; fill: #1b1f24; } .muted { fill: #5a6370; } .grid { stroke: #e4e7eb; }
-.axis { stroke: #b9c0c9; } .mark circle { fill: #0068ad; } .mark.bad circle { fill: #c8500a; }
-.mark text { font-size: 10px; fill: #fff; } .leader, .level { stroke: #5a6370; } .paper { fill: #fff; }
+text { font: 12px system-ui, sans-serif; fill: #1b1f24; } .title { font-weight: 650; } .muted { fill: #5a6370; }
+.grid { stroke: #e4e7eb; } .axis { stroke: #b9c0c9; } .level { stroke: #5a6370; } .leader { stroke: #b9c0c9; }
+circle { fill: #0068ad; stroke: #fff; } .mark text { paint-order: stroke; stroke: #fff; stroke-width: 3px; }
+.bad circle { fill: #c8500a; } .paper { fill: #fff; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6e9ed; } .muted { fill: #a3acb8; } .grid { stroke: #2c333b; } .axis { stroke: #4a535e; }
-  .mark circle { fill: #5fb4f5; } .mark.bad circle { fill: #ff9550; } .mark text { fill: #14171b; }
-  .leader, .level { stroke: #a3acb8; } .paper { fill: #14171b; }
+  .level { stroke: #a3acb8; } .leader { stroke: #4a535e; }
+  circle { fill: #5fb4f5; stroke: #14171b; } .mark text { stroke: #14171b; }
+  .bad circle { fill: #ff9550; } .paper { fill: #14171b; }
 }
 """
 
@@ -39,14 +43,12 @@ text { font: 12px system-ui, sans-serif; fill: #1b1f24; } .muted { fill: #5a6370
 class Mark:
     """A point of the scatter."""
 
-    number: int
     name: str
     x: float
     y: float
     tone: str
-    """bad or good: also told by its name and place, never by colour alone."""
+    """bad or good: also told by its place, never by colour alone."""
     link: str
-    setting: str
 
 
 @dataclass(frozen=True)
@@ -80,56 +82,32 @@ class LogAxis:
 
 
 def scatter(marks: Sequence[Mark], *, x_title: str, y_title: str, furthest: float) -> Markup:
-    """Numbered marks over a free range (to `furthest`, called no limit) and a growth, for the page."""
-    return Markup(_scatter(marks, x_title, y_title, furthest, width=520, plot=520))
+    """Marks at a free range (to `furthest`, called no limit) and a growth, each a link with its name, for the page."""
+    return Markup(_scatter(marks, x_title, y_title, furthest))
 
 
 def standalone_scatter(marks: Sequence[Mark], *, x_title: str, y_title: str, furthest: float, title: str) -> str:
-    """The same as a file of its own, with colours and the names of the numbers."""
-    legend = [f'<text class="muted" x="530" y="30">{escape(title)}</text>']
-    for n, mark in enumerate(sorted(marks, key=lambda each: each.number)):
-        legend.append(
-            f'<text x="530" y="{52 + 12.5 * n:.1f}" style="font-size:11px">{mark.number} {_text(mark)}</text>'
-        )
-    height = max(420.0, 60 + 12.5 * len(marks))
-    inside = f'<style>{STANDALONE}</style><rect class="paper" width="100%" height="100%"/>{"".join(legend)}'
-    drawn = _scatter(marks, x_title, y_title, furthest, width=520 + LEGEND_WIDTH, plot=520, inside=inside, tall=height)
+    """The same as a file of its own, with its colours and a title."""
+    inside = f'<style>{STANDALONE}</style><rect class="paper" width="100%" height="100%"/>'
+    inside += f'<text class="title" x="{LEFT:g}" y="16">{escape(title)}</text>'
+    plain_marks = [replace(mark, link="") for mark in marks]
+    drawn = _scatter(plain_marks, x_title, y_title, furthest, inside=inside)
     return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
 
 
-def _text(mark: Mark) -> str:
-    return escape(mark.name)
-
-
-def _scatter(
-    marks: Sequence[Mark],
-    x_title: str,
-    y_title: str,
-    furthest: float,
-    *,
-    width: float,
-    plot: float,
-    inside: str = "",
-    tall: float = 420.0,
-) -> str:
-    heights = [mark.y for mark in marks] or [1.0]
-    low, high = min(0.5, *heights) / 1.3, max(2.0, *heights) * 1.3
-    x = LogAxis(x_title, 1.0, furthest, 66.0, plot - 36.0, last="no limit")
-    y = LogAxis(y_title, low, high, 360.0, 22.0)
-    parts = [inside, *_frame(x, y), *_levels(x, y)]
-    placed: dict[str, list[tuple[float, float]]] = {}
-    drawn = []
-    for mark in marks:
-        true, taken = (x.place(mark.x), y.place(mark.y)), placed.setdefault(mark.setting, [])
-        spot = _free_spot(true, taken, plot)
-        taken.append(spot)
-        drawn.append(_drawn(mark, spot))
-        if math.dist(true, spot) > 1:  # leaders come before all marks, so that none crosses a number
-            ends = f'x1="{true[0]}" y1="{true[1]}" x2="{spot[0]}" y2="{spot[1]}"'
-            parts.append(f'<line class="leader" data-mark="{escape(mark.link)}" {ends}/>')
-    body = "".join([*parts, *drawn])
+def _scatter(marks: Sequence[Mark], x_title: str, y_title: str, furthest: float, *, inside: str = "") -> str:
+    middle = math.sqrt(furthest)
+    sides = [[mark for mark in marks if mark.x < middle], [mark for mark in marks if mark.x >= middle]]
+    bottom = TOP + max(300.0, LINE * max(map(len, sides)) + 8)
+    heights = [min(mark.y, BEYOND) for mark in marks]
+    low, high = min([0.5, *heights]) / 1.2, max([2.0, *heights])
+    x = LogAxis(x_title, 1.0, furthest, LEFT, RIGHT, last="no limit")
+    y = LogAxis(y_title, low, high if high == BEYOND else high * 1.2, bottom, TOP)
+    drawn = [part for side in sides for part in _named(side, x, y)]
+    body = "".join([inside, *_frame(x, y), *_levels(x, y), *drawn])
     label = f"{escape(y_title)} against {escape(x_title)}; {len(marks)} marks"
-    return f'<svg class="drawing" viewBox="0 0 {width:g} {tall:g}" role="group" aria-label="{label}">{body}</svg>'
+    size = f'viewBox="0 0 {WIDTH} {bottom + 56:g}"'
+    return f'<svg class="drawing" {size} role="group" aria-label="{label}">{body}</svg>'
 
 
 def _frame(x: LogAxis, y: LogAxis) -> Iterator[str]:
@@ -153,29 +131,53 @@ def _levels(x: LogAxis, y: LogAxis) -> Iterator[str]:
     """From tenfold on nothing holds a variable; above 1 the norm grows."""
     ten, same = x.place(10.0), y.place(1.0)
     yield f'<line class="level" stroke-dasharray="3 4" x1="{ten}" y1="{y.end}" x2="{ten}" y2="{y.start}"/>'
-    yield f'<text class="muted" x="{ten + 5}" y="{y.end + 10}">free from here on</text>'
+    yield f'<text class="muted" x="{ten}" y="{y.end - 6}" text-anchor="middle">free from here on</text>'
     yield f'<line class="level" stroke-dasharray="3 4" x1="{x.start}" y1="{same}" x2="{x.end}" y2="{same}"/>'
 
 
-def _free_spot(at: tuple[float, float], taken: Sequence[tuple[float, float]], plot: float) -> tuple[float, float]:
-    """The nearest place, along a spiral, where the mark hides no other of its setting."""
-    for turn in range(240):
-        angle, away = 0.7 * turn, 1.1 * turn
-        spot = (at[0] + away * math.cos(angle), at[1] + away * math.sin(angle))
-        inside = 66 <= spot[0] <= plot - RADIUS and RADIUS <= spot[1] <= 362
-        if inside and all(math.dist(spot, other) >= NEAR for other in taken):
-            return round(spot[0], 1), round(spot[1], 1)
-    return at
+def _named(marks: Sequence[Mark], x: LogAxis, y: LogAxis) -> Iterator[str]:
+    """Marks at their places, their names in a column beside the freest, from the one that grows most downwards."""
+    if not marks:
+        return
+    falling = sorted(marks, key=lambda mark: (-mark.y, mark.x))
+    column = max(*(x.place(mark.x) + 26 for mark in marks), x.place(10.0) + 8)  # no name across the line at tenfold
+    places = [(x.place(mark.x), y.place(mark.y)) for mark in falling]
+    rows = spread([at for _, at in places], LINE, y.end, y.start - 8)
+    for mark, place, row in zip(falling, places, rows, strict=True):
+        yield _drawn(mark, place, (column, row))
 
 
-def _drawn(mark: Mark, spot: tuple[float, float]) -> str:
-    told = f"{mark.name}: free range {'no limit' if mark.x >= 1e6 else plain(mark.x)}, growth {plain(mark.y)}"
-    return (
-        f'<a href="#{escape(mark.link)}" class="mark {mark.tone}" data-setting="{escape(mark.setting)}" '
-        f'data-mark="{escape(mark.link)}" aria-label="{escape(told)}"><title>{escape(told)}</title>'
-        f'<circle cx="{spot[0]}" cy="{spot[1]}" r="{RADIUS}"/>'
-        f'<text x="{spot[0]}" y="{spot[1] + 3.6:.1f}" text-anchor="middle">{mark.number}</text></a>'
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Rising places at least `gap` apart between `low` and `high`, moved from the wanted ones by the least squares.
+
+    Neighbours that would come too near form a block around the mean of what they want.
+    """
+    blocks: list[tuple[float, int]] = []  # where the first of a block would lie, and how many it holds
+    for n, at in enumerate(wanted):
+        start, many = at - n * gap, 1
+        while blocks and blocks[-1][0] > start:
+            before, count = blocks.pop()
+            start, many = (before * count + start * many) / (count + many), count + many
+        blocks.append((start, many))
+    last = high - (len(wanted) - 1) * gap
+    starts = [max(low, min(last, start)) for start, many in blocks for _ in range(many)]
+    return [round(start + n * gap, 1) for n, start in enumerate(starts)]
+
+
+def _drawn(mark: Mark, place: tuple[float, float], name: tuple[float, float]) -> str:
+    growth = plain(mark.y) if math.isfinite(mark.y) else "not finite"
+    told = f"{mark.name}: free range {'no limit' if mark.x >= 1e6 else plain(mark.x)}, growth {growth}"
+    shown = f"{mark.name} ({growth})" if mark.y > BEYOND else mark.name
+    inside = (
+        f"<title>{escape(told)}</title>"
+        f'<line class="leader" x1="{place[0]}" y1="{place[1]}" x2="{name[0] - 4:.1f}" y2="{name[1]}"/>'
+        f'<circle cx="{place[0]}" cy="{place[1]}" r="4.5"/>'
+        f'<text x="{name[0]:.1f}" y="{name[1] + 4:.1f}">{escape(shown)}</text>'
     )
+    if not mark.link:
+        return f'<g class="mark {mark.tone}">{inside}</g>'
+    link = escape(mark.link)
+    return f'<a href="#{link}" class="mark {mark.tone}" data-mark="{link}" aria-label="{escape(told)}">{inside}</a>'
 
 
 def lines(series: Mapping[str, Sequence[float | None]], title: str, *, log: bool = True) -> Markup:
