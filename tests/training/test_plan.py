@@ -13,13 +13,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from loopscope.config import Config, ModelConfig, ObjectiveConfig, TrainingConfig
+from loopscope.designs import DESIGNS
 from loopscope.errors import ConfigError
 from loopscope.model.looped_lm import build
 from loopscope.objectives.placement import Objective
 from loopscope.presets import preset
 from loopscope.training import flops, plan
-from loopscope.training.counting import Kernels, count_step
-from loopscope.training.flops import flops_per_token
+from loopscope.training.counting import Kernels, count_step, kernels_of
+from loopscope.training.flops import CountedSteps, flops_per_token
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.plan import plan_memory, plan_training
 
@@ -239,6 +240,31 @@ def test_a_sampled_depth_is_given_memory_for_its_deepest_step_and_flops_for_its_
     assert several[deepest] == pytest.approx(several[3] + (deepest - 3) * (several[3] - several[2]), rel=1e-9)
     uniform = configure({"num_loops": 4}, {"depth": "uniform"}, {"steps": 5000})
     assert flops.expected_passes(uniform).loops == pytest.approx(2.5, rel=0.05)
+
+
+@pytest.mark.parametrize("checkpoint_loops", [False, True])
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_deep_step_that_is_not_run_is_what_running_it_gives(name, checkpoint_loops):
+    """Every design: nothing that a loop beyond the first few takes differs from what the one before it takes."""
+    config = DESIGNS[name].apply(preset("demo"))
+    model, training = replace(config.model, num_loops=7), replace(config.training, checkpoint_loops=checkpoint_loops)
+    config = replace(config, model=model, training=training)
+    torch.manual_seed(0)
+    known = CountedSteps(config, sequences=2).at(7)
+    torch.manual_seed(0)  # an exit that is drawn
+    assert known == count_step(config, depth=7, sequences=2, kernels=kernels_of("cpu"))
+
+
+def test_loops_beyond_the_first_few_cost_a_plan_nothing(monkeypatch):
+    depths = []
+    monkeypatch.setattr(
+        flops, "count_step", lambda *a, depth, **k: depths.append(depth) or count_step(*a, depth=depth, **k)
+    )
+    deep = plan_training(configure({"num_loops": 10_000}), flops_per_second=1e9)
+    assert deep.passes.loops == 10_000 and sorted(depths) == [2, 3]
+    weighted = configure({"num_loops": 5}, {"placement": "weighted", "loop_weights": (1.0, 0.0, 1.0, 0.0, 1.0)})
+    assert plan_training(weighted, flops_per_second=1e9).passes.readouts == 3
+    assert depths[2:] == [5], "which loops are read is no rule that further ones follow"
 
 
 # --- FLOPs -----------------------------------------------------------------------------------------------------------

@@ -107,6 +107,26 @@ class Counted:
         """Of one part, forward, backward and recomputed."""
         return self.forward[part] + self.backward[part] + self.again[part]
 
+    def further(self, following: Counted, loops: int) -> Counted:
+        """This step with `loops` more, each of which takes what `following`, a step of one more, takes beyond it."""
+
+        def on(here: float, there: float) -> float:
+            return here + loops * (there - here)
+
+        def flops(here: Flops, there: Flops) -> Flops:
+            return Flops(float, {part: on(here[part], there[part]) for part in {*here, *there}})
+
+        calls = zip(self.loss_calls, following.loss_calls, strict=True)
+        return Counted(
+            saved=int(on(self.saved, following.saved)),
+            recomputed=int(on(self.recomputed, following.recomputed)),
+            forward=flops(self.forward, following.forward),
+            backward=flops(self.backward, following.backward),
+            again=flops(self.again, following.again),
+            loss_calls=[(int(on(rows, more)), learned) for (rows, learned), (more, _) in calls],
+            prelude_reached=following.prelude_reached,
+        )
+
 
 def count_step(config: Config, *, depth: int, sequences: int, kernels: Kernels) -> Counted:
     """Run one training step of `depth` loops without numbers, and count what it takes."""

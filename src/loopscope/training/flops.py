@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from loopscope.config import Config
+from loopscope.config import MOST_LOOPS, Config
 from loopscope.model.layers import MixtureOfExperts
 from loopscope.model.looped_lm import LoopedLM, count_parameters
 from loopscope.objectives.placement import num_readouts, sample_depth
@@ -108,47 +108,42 @@ def _mean(config: Config, at: Callable[[int], Means], kind: type[Means]) -> Mean
 
 
 class CountedSteps:
-    """Steps of any number of loops, each counted once, when it is asked for.
+    """Steps of any number of loops, of which only a few are counted, when they are asked for.
 
-    FLOPs need only a few of them: from a few loops on (more than are back-propagated or supervised) each further one
-    costs as much as the last.
+    From a few loops on (more than are back-propagated or supervised) each further one takes as much as the last, so a
+    step of a thousand loops is as soon known as one of four.
     """
 
     def __init__(self, config: Config, *, sequences: int = 1, kernels: Kernels | None = None) -> None:
         self.config, self.sequences, self.kernels = config, sequences, kernels or kernels_of("cpu")
         objective = config.objective
         self.regular = 1 + max(objective.backprop_loops or 1, objective.last_n or 1)
-        if objective.depth == "fixed":  # one depth is all there is, and weights may fit no other
-            self.regular = config.model.num_loops
+        if objective.placement in ("weighted", "distilled"):  # loops of weight 0 are not read; exits are drawn
+            self.regular = MOST_LOOPS
         self.counted: dict[int, Counted] = {}
 
     def at(self, depth: int) -> Counted:
-        """A counted step."""
+        """A step of `depth` loops."""
+        if depth > self.regular + 1:
+            return self.at(self.regular).further(self.at(self.regular + 1), depth - self.regular)
         if depth not in self.counted:
-            step = count_step(self.config, depth=depth, sequences=self.sequences, kernels=self.kernels)
-            self.counted[depth] = step
+            config = self.config
+            if config.objective.depth == "fixed":  # a design may hold weights for each loop
+                config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_loops=depth))
+            self.counted[depth] = count_step(config, depth=depth, sequences=self.sequences, kernels=self.kernels)
         return self.counted[depth]
-
-    def nearest(self, depth: int) -> int:
-        """The depth to start from: itself where that is counted already or not yet regular."""
-        return depth if depth in self.counted else min(depth, self.regular)
 
     def passes(self, depth: int) -> Passes:
         """Passes of a step of `depth` loops."""
         objective = self.config.objective
         backprop = min(objective.backprop_loops or depth, depth)
-        readouts = num_readouts(objective, depth)
-        reached = self.at(self.nearest(depth)).prelude_reached
+        readouts, reached = num_readouts(objective, depth), self.at(depth).prelude_reached
         return Passes(depth, backprop, readouts, 1 + objective.exit_fraction * (readouts - 1), float(reached))
 
     def flops(self, depth: int) -> TokenFlops:
         """FLOPs per token of a step of `depth` loops."""
-        first = self.nearest(depth)
-        beyond = depth - first
-        parts = {part: self.at(first).flops(part) for part in (*set(PARTS.values()), "attention")}
-        if beyond:
-            for part, flops in parts.items():
-                parts[part] = flops + beyond * (self.at(first + 1).flops(part) - flops)
+        step = self.at(depth)
+        parts = {part: step.flops(part) for part in (*set(PARTS.values()), "attention")}
         tokens = self.sequences * self.config.sequence_length
         head = parts["head"] + parts["gate"] + parts["readout"]
         return TokenFlops(
