@@ -144,6 +144,15 @@ def test_rebuilding_needs_no_rows_to_run_and_exits_by_the_verdicts(tmp_path, cap
     )
 
 
+def test_rows_of_ouros_design_are_not_judged_by_the_claims_about_the_plain_loop(tmp_path, capsys):
+    out = write_made_up_grid(tmp_path / "grid")
+    grid = json.loads((out / "grid.json").read_text())
+    (out / "grid.json").write_text(json.dumps({**grid, "size": "ouro-train demo"}))
+    assert main(["reproduce", "--rebuild", "--out", str(out)]) == 2
+    assert "has rows of `loopscope reproduce ouro-train`, of which no claim speaks" in capsys.readouterr().err
+    assert not (out / "claims.json").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

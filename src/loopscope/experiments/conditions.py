@@ -71,6 +71,8 @@ OURO_CONDITIONS: dict[str, tuple[Literal["terminal", "per-loop"], Literal["rmsno
     "per-loop+raw": ("per-loop", "raw"),
 }
 """Of Ouro's design: loss placement, and what stands before the head; the inter-loop norm is in all of them."""
+OURO_TRAIN = "ouro-train"
+"""The first word of the size that grid.json of those rows names."""
 FACTORS = ("placement", "readout", "norm_penalty", "inter_loop_norm")
 """The fields a condition may set."""
 

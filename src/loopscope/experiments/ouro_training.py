@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from loopscope.config import Config, ObjectiveConfig, config_to_dict
 from loopscope.designs import design
-from loopscope.experiments.conditions import OURO_CONDITIONS, OuroSize
+from loopscope.experiments.conditions import OURO_CONDITIONS, OURO_TRAIN, OuroSize
 from loopscope.experiments.documents import GridRecord, RecipeRecord
 from loopscope.experiments.grid import Request, add_request, lay_out
 from loopscope.experiments.ouro_record import AS_IT_IS, FILE, REMOVED, Asked, OuroRecord
@@ -95,7 +95,7 @@ def under(common: Config, condition: str) -> Config:
 def laid_out(request: TrainingRequest, out: Path, command: list[str], say: Say) -> Layout:
     """The rows, their text opened and their tokenizer fitted, noted in grid.json."""
     base, seeds = request.base(), {name: tuple(request.seeds) for name in request.conditions}
-    asked = Request(size=f"ouro-train {request.size}", seeds=seeds, steps=base.training.steps)
+    asked = Request(size=f"{OURO_TRAIN} {request.size}", seeds=seeds, steps=base.training.steps)
     grid = lay_out(replace(asked, eval_tokens=request.eval_tokens), out, say, base=base)
     recipe = RecipeRecord(
         config=config_to_dict(grid.common),

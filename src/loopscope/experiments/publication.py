@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from loopscope.errors import RunError
 from loopscope.experiments.claims import judge_all
+from loopscope.experiments.conditions import OURO_TRAIN
 from loopscope.experiments.documents import ClaimsRecord
 from loopscope.experiments.grid import read_grid, update_differences
 from loopscope.experiments.results import Results, read_results
@@ -17,6 +19,10 @@ from loopscope.runs import write_atomically, write_json
 def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, ClaimsRecord]:
     """Write everything that follows from the rows; gives them, and what claims.json holds."""
     results = read_results(out)
+    if results.grid.size.startswith(OURO_TRAIN):
+        raise RunError(
+            f"{out} has rows of `loopscope reproduce {OURO_TRAIN}`, of which no claim speaks; give that again"
+        )
     if results.rows:
         update_differences(out, bf16=any(row.choice("autocast") == "bfloat16" for row in results.rows))
         results = replace(results, grid=read_grid(out))
