@@ -220,7 +220,8 @@ class ModelConfig:
     @property
     def total_layers(self) -> int:
         """Layers a token passes through when all loops are run."""
-        return self.prelude_layers + self.num_layers * self.num_loops + self.coda_layers
+        runs = 4 if self.recurrence == "two-state" else 1  # three of L and one of H in every loop
+        return self.prelude_layers + self.num_layers * self.num_loops * runs + self.coda_layers
 
     def first_layer(self, part: str) -> int:
         """Number of the first layer of a part, counted through prelude, core and coda."""

@@ -64,6 +64,13 @@ def _designed(base: Config, objective: ObjectiveConfig | None = None, **model: A
     return replace(base, model=ModelConfig(**kept, **model), objective=objective or ObjectiveConfig())
 
 
+def _at_random_depth(base: Config) -> ObjectiveConfig:
+    """CE at the last of a random number of loops, gradient through the last quarter of K, 2 to 8 of them."""
+    num_loops = base.model.num_loops
+    truncated = min(num_loops, max(2, min(8, num_loops // 4)))
+    return ObjectiveConfig(placement="terminal", depth="poisson-lognormal", backprop_loops=truncated)
+
+
 def _around(base: Config) -> dict[str, int]:
     """Prelude and coda for a core of n layers: n/2 each, at least one (Huginn: 2, 4, 2)."""
     layers = max(1, base.design("a design").num_layers // 2)
@@ -187,43 +194,49 @@ def ouro(base: Config) -> Config:
 def huginn(base: Config) -> Config:
     """Prelude, core, coda; norms on every sum; noise state, input injected in every loop, random depth.
 
-    e = prelude(ids); h_0 truncated normal, std √(2/5); h_k = core(W·[h_{k−1}; e]); logits = head(norm(coda(h_K))). Loss
-    at the last loop, r = 1 + Poisson(LogNormal) loops, gradient through the last few of them.
+    e = prelude(ids); h_0 truncated normal, std √(2/5); h_k = core(W·[h_{k−1}; e]); logits = head(norm(coda(norm h_K))),
+    both norms the same. Loss at the last loop, r = 1 + Poisson(LogNormal) loops, gradient through the last few of them.
 
-    Chosen here: the published 8 of 32 loops back-propagated become a quarter of K, at least 2 and at most 8; prelude
-    and coda have half the layers of the core; rotary positions, √d on the embedding and qk-bias are recipe.
+    Chosen here: r has the mean K, where the published draw has K + 1; the published 8 of 32 loops back-propagated
+    become a quarter of K, at least 2 and at most 8; prelude and coda have half the layers of the core. Rotary
+    positions, √d on the embedding, qk-bias and the initialisation are recipe.
     """
-    num_loops = base.model.num_loops
-    truncated = min(num_loops, max(2, min(8, num_loops // 4)))
     return _designed(
         base,
-        ObjectiveConfig(placement="terminal", depth="poisson-lognormal", backprop_loops=truncated),
+        _at_random_depth(base),
         **_around(base),
         norm_placement="sum",
         injection="concat",
         state_init="noise",
+        coda_norm="rmsnorm",
+        share_readout_norm=True,
     )
 
 
 def _parcae(base: Config, injection: str) -> Config:
     return _designed(
         base,
-        ObjectiveConfig(placement="terminal", depth="poisson-lognormal"),
+        _at_random_depth(base),
         **_around(base),
         qk_norm=True,
-        mlp="relu2",
+        qk_norm_gain=False,
+        mlp="half-relu2",
+        prelude_norm="rmsnorm",
         injection=injection,
         state_init="zeros",
+        coda_map=True,
     )
 
 
 def parcae(base: Config) -> Config:
     """A diagonal linear recurrence with decay below 1 carries the state; pre-norm blocks, no norm on what is carried.
 
-    h ← h·exp(−Δ·exp(A)) + Δ·(B e), Δ = softplus(dt), A and dt per channel, then the pre-norm core; qk-norm, ReLU²,
-    prelude and coda. Loss at the last loop, random depth with mean K.
+    e = norm(prelude(ids)); h ← h·exp(−Δ·exp(A)) + Δ·(B e), Δ = softplus(dt), A and dt per channel, then the pre-norm
+    core; logits = head(norm(coda(C h_K))). ½·ReLU², queries and keys normed without gains. Loss at the last loop,
+    random depth with mean K, gradient through the last few loops.
 
-    Open: h_0; chosen zeros. Its value embeddings are recipe.
+    Chosen here: of the two published h_0 zeros, not small noise; the depth is Poisson-lognormal, not Poisson, and
+    truncated as for `huginn`. Its value embeddings and initialisation are recipe.
     """
     return _parcae(base, "diagonal")
 
@@ -251,7 +264,7 @@ def deepnorm(base: Config) -> Config:
 
     x ← LN(α·x + f(x)), α = (2M)^¼; values, outputs and feed-forward initialised × β = (8M)^−¼.
 
-    Open: what M counts in a loop; chosen the unrolled depth, layers × loops.
+    Open: what M counts in a loop, and what is supervised; chosen the unrolled depth, layers × loops, and every loop.
     """
     return _designed(base, norm="layernorm", norm_placement="deepnorm", readout="raw")
 
@@ -259,7 +272,7 @@ def deepnorm(base: Config) -> Config:
 def parcae_linear(base: Config) -> Config:
     """Parcae's model with state and input mixed by one matrix in every loop: nothing bounds what is carried.
 
-    h ← W·[h; e], then the pre-norm core; otherwise as `parcae`. Our `concat` injection, under another initialisation.
+    h ← W·[h; e], then the pre-norm core; otherwise as `parcae`. Our `concat` injection, Huginn's.
     """
     return _parcae(base, "concat")
 
@@ -307,7 +320,8 @@ def recall(base: Config) -> Config:
 
     u = LN(W_r·[h; e]); h ← LN'(h + Attn(u)); the same with the feed-forward; h_0 = e, W_r of each branch 2d → d.
 
-    Open: initialisation and depths; chosen those of the base. Supervised at the last loop, read without a further norm.
+    Open: whether both branches share W_r, initialisation and depths; chosen one for each, and those of the base.
+    Supervised at the last loop, read without a further norm.
     """
     objective = ObjectiveConfig(placement="terminal")
     return _designed(base, objective, norm="layernorm", norm_placement="recall", readout="raw")
@@ -360,7 +374,8 @@ def hrm(base: Config) -> Config:
     """Two states: a fast one that runs three times for each time a slow one does, and is carried beside it.
 
     z_L ← norm(L(z_L + z_H)) three times; h = H(z_H + z_L); z_H = norm(h) opens the next loop. z_H starts from the
-    embedding at unit scale, z_L from zero; the last loop is supervised. L and H each have the base's layers.
+    embedding over the std that it was drawn with, z_L from zero; the last loop is supervised. L and H each have the
+    base's layers.
 
     Chosen here: all cycles are back-propagated, and the readout's norm has a gain. Rotary positions are recipe; the
     output gate of attention is its own.
@@ -419,7 +434,7 @@ def pondernet(base: Config) -> Config:
     rate 0.2 with its remaining mass on the last loop, β = 0.01.
 
     Open: the model around it; chosen the plain loop with RMSNorm readout. The gate reads what the head reads, as ours
-    does everywhere; the published one reads the state.
+    does everywhere; the published one reads the state. Halting is by a threshold on the cumulative p; no exit is drawn.
     """
     return _designed(base, ObjectiveConfig(placement="gated", exit_kl=0.01), exit_gate=True, readout="rmsnorm")
 

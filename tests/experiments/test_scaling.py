@@ -28,7 +28,8 @@ from loopscope.experiments.scaling import (
     predicted_log_loss,
     scaling,
 )
-from loopscope.experiments.scaling_points import points_of
+from loopscope.experiments.scaling_points import counted_by_the_laws, points_of
+from loopscope.model.looped_lm import build
 from loopscope.readings import read_run
 
 TRUE = Fit(E=1.7, A=60.0, B=400.0, alpha=0.25, beta=0.35, phi=0.46, is_phi_fixed=False, objective=0.0, error=0.0)
@@ -220,6 +221,17 @@ def test_a_run_is_a_point_with_the_parameters_of_its_loop_apart(tmp_path):
     assert told == [] and (point.loops, point.recurrent, point.tokens, point.loss) == (2, 2 * layer, 10 * 4 * 8, 4.0)
     assert point.once == layer + 16, "the prelude and the gain of the readout; no embedding, positions or head"
     assert point.depths == ((1, 5.0), (2, 4.0))
+
+
+def test_tables_of_values_are_looked_up_and_no_parameters_of_the_law():
+    """Every other layer of Parcae has one, V × kv wide; only its gate multiplies anything."""
+    tiny = ModelConfig(vocab_size=19, width=16, num_layers=2, num_loops=2, num_heads=2, max_length=8)
+    plain, with_tables = (
+        counted_by_the_laws(build(replace(tiny, value_embeddings=value), device="meta")) for value in (False, True)
+    )
+    assert with_tables == (plain[0], plain[1] + 16 * 2), (
+        "16 channels, a gate for each of two heads, in one layer of two"
+    )
 
 
 def test_a_run_that_is_not_finished_is_left_out_with_a_sentence(tmp_path):

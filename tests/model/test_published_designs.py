@@ -142,6 +142,22 @@ def test_at_the_end_of_its_schedule_no_norm_of_tapernorm_normalises():
     assert DESIGNS["tapernorm"].apply(BASE).objective.scale_anchor > 0
 
 
+def test_huginn_norms_before_its_coda_and_after_it_by_the_same_gain():
+    """logits = head(ln_f(coda(ln_f(h_K))))."""
+    model = made("huginn")
+    h_BTD = torch.randn(1, 4, WIDTH, dtype=torch.float64)
+    assert model.coda_norm is model.readout_map.norm
+    with torch.no_grad():
+        state = model.embed(IDS_BT[:1, :4])
+        shown = model.features(replace(state, h_BTD=h_BTD), LOOPS)
+        torch.testing.assert_close(model.features(replace(state, h_BTD=3 * h_BTD), LOOPS), shown, rtol=1e-4, atol=1e-5)
+
+
+def test_two_states_run_four_stacks_a_loop():
+    """Three runs of L and one of H: what initialisations and DeepNorm's M count."""
+    assert DESIGNS["hrm"].apply(BASE).model.total_layers == 4 * 2 * LOOPS
+
+
 # --- recurrences -----------------------------------------------------------------------------------------------------
 
 
@@ -335,7 +351,7 @@ def test_the_losses_of_a_mixture_weigh_balance_and_logits_of_its_router():
 
 
 def test_the_plan_counts_experts_stored_and_active():
-    """Stored: layers × (A + E·F/k); active: layers × (A + F), F = 3·d·hidden of a SwiGLU, A = 4·d²."""
+    """Stored: layers × (A + E·F/k); active, each loop once: layers × (A + F), F = 3·d·hidden of a SwiGLU, A = 4·d²."""
     plain, mixed = (
         plan_training(replace(DESIGNS[name].apply(BASE), training=BASE.training), flops_per_second=1e9)
         for name in ("paper-terminal-rmsnorm", "looped-moe")

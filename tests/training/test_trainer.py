@@ -88,6 +88,28 @@ def test_training_learns(tmp_path):
     assert RunFolder(tmp_path).read_metrics() == json.loads(json.dumps(rows))
 
 
+@pytest.mark.parametrize("steps", [10, 11])
+def test_a_schedule_ends_with_the_last_step_and_starts_from_what_the_hold_ended_with(tmp_path, steps):
+    """Of 10 steps the hold's end is a step, of 11 it is not: γ₂ is γ of the last checkpoint whose gate is at 1."""
+    config = change(CONFIG, model={"norm": "taper", "readout": "taper"}, objective={"norm_penalty": 1.0})
+    config = change(config, training={"steps": steps, "save_every": 1, "keep_last": steps + 1})
+    trainer = make_trainer(tmp_path, config)
+    trainer.train()
+    assert trainer.step_module.objective.progress == 1.0
+    names = [name.removesuffix(".gate") for name in weights(tmp_path, steps) if name.endswith(".gate")]
+    assert len(names) == 3
+    for name in names:
+        gates = [weights(tmp_path, step)[f"{name}.gate"].item() for step in range(steps + 1)]
+        assert gates[0] == 1 and gates[-1] == 0 and gates == sorted(gates, reverse=True)
+        first = gates.index(next(gate for gate in gates if gate < 1))
+        assert torch.equal(
+            weights(tmp_path, first)[f"{name}.linear_weight"], weights(tmp_path, first)[f"{name}.weight"]
+        )
+        assert not torch.equal(
+            weights(tmp_path, first)[f"{name}.weight"], weights(tmp_path, first - 1)[f"{name}.weight"]
+        )
+
+
 def test_accumulated_micro_batches_make_the_same_step_as_one_batch(tmp_path):
     base = change(CONFIG, model={"dropout": 0.0}, training={"steps": 3, "save_every": 3}, objective={"depth": "fixed"})
     for name, accumulate in (("one", 1), ("four", 4)):

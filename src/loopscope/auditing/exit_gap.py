@@ -15,7 +15,7 @@ the full-rank map has a temperature too, which a norm would hide from W; so each
 
 A map with D² numbers overfits short text. It is fitted on three quarters of the fitting text by L-BFGS, and the iterate
 that is best on the last quarter is kept, the untouched readout being the first of them: on that quarter no calibration
-is worse than none. What a map mends is therefore what it learns from so much text, and no upper bound.
+is worse than none. What a map mends is therefore what it learns from so much text: no bound, above or below.
 
 Shape legend: B batch, T tokens, D width of the state, F width of the head's input, V vocabulary, U units.
 """

@@ -8,9 +8,10 @@ follows the rules of arXiv 2604.11791 (there with 128 loops):
     slider   else, if s rises by more than 0.05/n a loop
     unknown  else
 
-A sine of amplitude a has max|M| = a·n/4 under that window, so A is its amplitude. The reference's cosine with itself is
-1 whatever the model does and stays out of the series: at 64 loops, that one number would tilt the line through noise by
-6/65 > 0.05, and every token that is not fixed would be a slider.
+A sine of amplitude a has max|M| = a·n/4 under that window, so A is its amplitude, or up to 15 % less where it does not
+make whole cycles. The reference's cosine with itself is 1 whatever the model does and stays out of the series: at 64
+loops, that one number would tilt the line through noise by 6/65 > 0.05, and every token that is not fixed would be a
+slider.
 
 The rule for orbits has no notion of noise: directions drawn anew at every loop have cosines of about 1/√D, whose
 spectrum peaks above 0.025 in states narrower than about a thousand. `purity` tells them apart: the share of the

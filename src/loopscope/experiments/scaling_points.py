@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from loopscope.config import config_from_dict
 from loopscope.errors import ConfigError, DataError
 from loopscope.experiments.scaling import Point
-from loopscope.model.looped_lm import build
+from loopscope.model.layers import ValueEmbedding
+from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.readings import Run
+from loopscope.training.counting import PARTS
 from loopscope.training.flops import parameters_by_part
 
-RECURRENT = ("core",)
 EMBEDDING = ("embedding", "positions", "head")
-"""Parts that the laws do not count: they look tokens up, or answer with one."""
+"""Parts that the laws do not count: they look tokens up, or answer with one. Nor do they count tables of values."""
 
 
 def points_of(runs: Sequence[Run]) -> tuple[list[Point], list[str]]:
@@ -49,14 +50,23 @@ def _point(run: Run) -> Point | str:
         return run.state_in_words
     if full is None or full.ce is None or full.ce <= 0:
         return "it has no validation loss at its trained depth"
-    parts = parameters_by_part(build(design, device="meta"))
-    recurrent = sum(parts[name] for name in RECURRENT)
+    once, recurrent = counted_by_the_laws(build(design, device="meta"))
     return Point(
         name=run.name,
         loops=design.num_loops,
-        once=sum(parts.values()) - recurrent - sum(parts[name] for name in EMBEDDING),
+        once=once,
         recurrent=recurrent,
         tokens=run.step * config.training.batch * config.sequence_length,
         loss=full.ce,
         depths=tuple((depth.k, depth.ce) for depth in run.depths if depth.ce is not None),
     )
+
+
+def counted_by_the_laws(model: LoopedLM) -> tuple[int, int]:
+    """Parameters outside the loop and in it, without what is looked up by a token."""
+    counted = {part: count for part, count in parameters_by_part(model).items() if part not in EMBEDDING}
+    for name, module in model.named_modules():
+        if isinstance(module, ValueEmbedding):
+            counted[PARTS[name.split(".")[0]]] -= module.table.weight.numel()
+    recurrent = counted.pop("core")
+    return sum(counted.values()), recurrent

@@ -54,7 +54,7 @@ class TaperNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, start: float = 1.0) -> None:
         super().__init__()
-        self.eps, self.start = eps, start
+        self.eps, self.start, self.was_held = eps, start, False
         self.weight, self.linear_weight = (nn.Parameter(torch.ones(width)) for _ in range(2))
         self.register_buffer("gate", torch.tensor(start))
         self.register_buffer("moments", torch.zeros(2))
@@ -64,8 +64,9 @@ class TaperNorm(nn.Module):
         """Set the gate for a training progress in [0, 1]: its start until `hold`, then a cosine down to 0."""
         fraction = min(max((progress - hold) / (1 - hold), 0.0), 1.0)
         self.gate.fill_(self.start * 0.5 * (1 + math.cos(math.pi * fraction)))
-        if not fraction:
+        if not fraction or self.was_held:  # the step that ends the hold has moved γ once more
             self.linear_weight.copy_(self.weight)
+        self.was_held = not fraction
 
     @property
     def constant(self) -> Tensor:
@@ -312,7 +313,7 @@ class MixtureOfExperts(nn.Module):
         p = softmax(W_r x)        out = Σ over the k largest of p_i/Σp · expert_i(x)
 
     An expert has 1/k of the feed-forward's hidden width, so that a token multiplies as many weights as without. In
-    training the router leaves two numbers per call for the model's own losses (`RouterLoss`):
+    training the router leaves two numbers per call for the model's own losses (`RouterBalance`, `RouterZLoss`):
 
         balance = E·Σ_i f_i·p̄_i        f_i share of choices that fell on i, p̄_i its mean probability; 1 when even
         z       = mean (log Σ_i exp logit_i)²

@@ -376,7 +376,7 @@ class TwoStateRecurrence(Recurrence):
         return TwoStacks(config, self.LOW_CYCLES)
 
     def start(self, state: LoopState) -> LoopState:
-        """The embedding at unit scale, and nothing beside it."""
+        """The embedding over the std that it was drawn with, and nothing beside it."""
         h_BTD = state.h_BTD / self.embedding_std
         return replace(state, h_BTD=h_BTD, carried={"z_L": torch.zeros_like(h_BTD)})
 

@@ -40,7 +40,7 @@ def parameters_by_part(model: LoopedLM) -> dict[str, int]:
 
 
 def active_parameters(model: LoopedLM) -> int:
-    """Parameters that a token meets: all but those of the experts that it does not go to."""
+    """Parameters that a token meets, loops counted once: all but those of the experts that it does not go to."""
     idle = sum(module.idle_parameters for module in model.modules() if isinstance(module, MixtureOfExperts))
     return sum(parameters_by_part(model).values()) - idle
 

@@ -190,6 +190,7 @@ class Trainer:
         if verdict.action != "apply" and (outcome := self._act_on(verdict, step + 1)) is not None:
             return outcome
         self.progress.step += 1
+        self._follow_schedule()  # what is scored and saved has come as far as its steps, the last one to the end
         if watch:
             seconds = time.perf_counter() - started
             self._log(step + 1, loss, norm, seen, seconds)
@@ -200,9 +201,7 @@ class Trainer:
         """Forward and backward of all micro-batches; the loss is the mean over them and over ranks."""
         training = self.config.training
         depth = sample_depth(self.config.objective, self.model.num_loops, seed=training.seed, step=step)
-        if (scheduled := Scheduled.of(self.model)) is not None:
-            scheduled.at_progress(step / training.steps)
-        self.step_module.objective.progress = step / training.steps
+        self._follow_schedule()
         self.step_module.train()
         total = torch.zeros((), device=self.ranks.device)
         seen: dict[str, Any] = {}
@@ -217,6 +216,13 @@ class Trainer:
             total += loss.detach() / training.accumulate
         seen["depth"] = depth
         return self.ranks.mean(total).item(), seen
+
+    def _follow_schedule(self) -> None:
+        """Bring what changes with training to the share of steps that are done."""
+        share = self.progress.step / self.config.training.steps
+        if (scheduled := Scheduled.of(self.model)) is not None:
+            scheduled.at_progress(share)
+        self.step_module.objective.progress = share
 
     def _batch(self, step: int, micro: int) -> Batch:
         ids_BT, targets_BT = self.stream.batch(
