@@ -66,6 +66,18 @@ def test_the_version_is_printed_with_its_commit_and_without_torch():
         ("remedy .", ". is neither a checkpoint nor a run folder with checkpoints"),
         ("train --data nowhere/*.txt", "no file matches nowhere/*.txt"),
         ("train --init-from nowhere", "nowhere is not a run folder"),
+        ("train --tokenizer nowhere.json", "tokenizer = 'nowhere.json': no such file; name a tokenizer.json"),
+        (
+            "eval preset:nano --policies margin:1,nowhere.json",
+            "policies = 'nowhere.json': no such file; `loopscope cal",
+        ),
+        (
+            "generate preset:nano A --halting nowhere.json",
+            "halting = 'nowhere.json': no such file; `loopscope calibrate",
+        ),
+        ("calibrate preset:nano --tokenizer bytez", "tokenizer = 'bytez': did you mean 'bytes'?"),
+        ("atlas --data nowhere.txt", "no such file: nowhere.txt"),
+        ("scaling nowhere", "nowhere"),
     ],
 )
 def test_a_wrong_name_is_told_without_importing_torch(command, sentence, tmp_path, monkeypatch, capsys):
@@ -114,6 +126,8 @@ def test_the_help_of_train_starts_with_what_a_newcomer_needs_and_shows_the_value
         (["plan", "--config", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
         (["quickstart", "--steps", "0"], "steps = 0: must be at least 1 (flag --steps)"),
         (["quickstart", "--seed", "-1"], "seed = -1"),
+        (["calibrate", "nowhere", "--seed", "-1"], "seed = -1: must not be negative (flag --seed)"),
+        (["audit", "nowhere", "--loops", "10001"], "loops = 10001: must be at most 10,000 (flag --loops)"),
         (["--vresion"], "unknown flag '--vresion'; did you mean '--version'"),
         (["train", "--stepz", "10"], "unknown flag --stepz for `loopscope train`; did you mean --steps?"),
         (["plan", "--redout=raw"], "unknown flag --redout for `loopscope plan`; did you mean --readout?"),
@@ -145,6 +159,17 @@ def test_a_mistake_is_one_sentence_on_stderr_and_exit_code_2(arguments, sentence
     assert sentence in output.err
     assert output.out == ""
     assert len(output.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train", "remedy x", "reproduce", "reproduce ouro x", "reproduce ouro-train", "quickstart", "atlas", "scaling x"],
+)
+def test_a_file_is_no_folder_to_write_into_and_that_is_told_before_any_work(command, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main([*command.split(), "--out", str(tmp_path / "notes.txt")]) == 2
+    assert "is a file; name a folder (flag --out)" in capsys.readouterr().err
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

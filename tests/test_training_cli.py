@@ -129,7 +129,7 @@ def test_other_text_under_the_same_name_is_refused_with_both_hashes(train, tmp_p
     other_text(text)
     code, out, err = train("--steps", "12")
     assert code == 2 and out == ""
-    assert f"trained on text of SHA-256 {before['corpus_sha256']}, and {text} now has " in err.splitlines()[-1]
+    assert f"trained on text of SHA-256 {before['corpus_sha256']}, and its sources" in err.splitlines()[-1]
     assert "--allow-new-data" in err and data_record(tmp_path / "run") == before
 
 
@@ -143,6 +143,18 @@ def test_new_data_that_is_allowed_leaves_the_hash_of_the_old_on_record_for_good(
     assert now["corpus_sha256"] != before["corpus_sha256"] and now["earlier"] == [left]
     assert train("--steps", "16")[0] == 0, "the new text is the run's own now"
     assert data_record(tmp_path / "run")["earlier"] == [left]
+
+
+@pytest.mark.parametrize("manifest", ["{}", "[1", None])
+def test_a_manifest_that_lost_its_hash_lets_no_other_text_in_unasked(train, tmp_path, text, manifest):
+    train()
+    path = tmp_path / "run" / "manifest.json"
+    path.unlink() if manifest is None else path.write_text(manifest)
+    other_text(text)
+    code, _, err = train("--steps", "12")
+    assert code == 2 and "manifest.json keeps no hash of the text before" in err and "--allow-new-data" in err
+    assert train("--steps", "12", "--allow-new-data")[0] == 0
+    assert data_record(tmp_path / "run")["earlier"] == [{"corpus": "", "corpus_sha256": "", "until_step": 8}]
 
 
 def test_another_tokenizer_is_refused_even_with_new_data_allowed(train, tmp_path, text):

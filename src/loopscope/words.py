@@ -16,6 +16,8 @@ from loopscope.presets import preset
 WORDS = "a run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration file or "
 WORDS += "package.module:factory"
 HF_CONFIG_FILE = "config.json"
+TOKENIZERS = ("bytes", "bpe", "word")
+"""Kinds of our own, by their names."""
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 """Endings of checkpoints that are pickles."""
 LOOPED = "FOLDER,loop-layers=4..12,num-loops=4"
@@ -111,6 +113,26 @@ def check_word(word: str) -> None:
         raise RunError(
             f"{word} is not {WORDS}; loopscope train makes a run, loopscope audit preset:nano audits a design"
         )
+
+
+def check_policy(word: str, flag: str) -> None:
+    """Refuse a halting policy whose file is not there; RULE:THRESHOLD is looked at later."""
+    if word.endswith(".json") and not Path(word).exists():
+        raise no_policy(Path(word), "no such file", flag)
+
+
+def no_policy(path: Path, why: str, flag: str) -> ConfigError:
+    """What is said of a file that is no halting policy."""
+    return ConfigError.of(flag, str(path), f"{why}; `loopscope calibrate TARGET -o {path.name}` writes a policy")
+
+
+def check_tokenizer(name: str | None) -> None:
+    """Refuse a tokenizer that is neither of a kind we have nor a file or folder."""
+    if name is None or name in TOKENIZERS or Path(name).expanduser().exists():
+        return
+    close = suggest(name, TOKENIZERS)
+    why = f"no such file; name a tokenizer.json or one of {', '.join(TOKENIZERS)}"
+    raise ConfigError.of("tokenizer", name, close if close.startswith("did") else why)
 
 
 def _check_folder(path: Path) -> None:

@@ -337,5 +337,9 @@ def test_two_steps_of_one_design_make_an_atlas_that_resumes_and_rebuilds(tmp_pat
     assert "finished already" in capsys.readouterr().err
     assert main(["atlas", "--rebuild", "--out", str(out)]) == 0
     assert (out / "atlas.html").read_text() == page and "blind variable in 2 of 2" in capsys.readouterr().out
+    row = next((out / "rows").glob("*/row.json"))
+    row.write_text(json.dumps({**json.loads(row.read_text()), "state": "failed", "error": "no room"}))
+    assert main(["atlas", "--rebuild", "--out", str(out)]) == 1, "a row that failed is a finding"
+    assert f"{row.parent.name} failed: no room" in capsys.readouterr().out
     assert main([*command[:4], "3", *command[5:]]) == 2, "other steps need another folder"
     assert "choose another --out" in capsys.readouterr().err

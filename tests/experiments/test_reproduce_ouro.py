@@ -15,7 +15,7 @@ import loopscope as ls
 from loopscope.auditing.visibility import ALPHAS
 from loopscope.cli import main
 from loopscope.config import config_to_dict
-from loopscope.errors import RunError, UnsupportedError
+from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.experiments import ouro
 from loopscope.experiments.ouro import check_ouro, measure_gate, measure_states, readouts_of, without_readout_norm
 from loopscope.experiments.ouro_record import AS_IT_IS, FROZEN, REMOVED, Asked, OuroRecord
@@ -226,10 +226,27 @@ def test_results_of_another_request_are_not_taken_for_these(folder, text, tmp_pa
         check_ouro(folder, asked(text, sweep_tokens=61), tmp_path)
 
 
-def test_a_damaged_file_is_measured_again(folder, text, tmp_path):
-    before = check_ouro(folder, asked(text), tmp_path)
+def test_results_on_other_text_of_the_same_name_are_not_taken_for_these(folder, text, tmp_path):
+    moved = tmp_path / "text.txt"
+    moved.write_text(text.read_text())
+    before = check_ouro(folder, asked(moved), tmp_path / "out")
+    moved.write_text(text.read_text()[::-1])
+    with pytest.raises(
+        RunError, match=f"about text of SHA-256 {before.text_sha256}, and {moved} now has [0-9a-f]{{64}}"
+    ):
+        check_ouro(folder, asked(moved), tmp_path / "out")
+
+
+def test_a_damaged_file_is_measured_again_and_that_is_said(folder, text, tmp_path):
+    before, told = check_ouro(folder, asked(text), tmp_path), []
     (tmp_path / "ouro.json").write_text((tmp_path / "ouro.json").read_text()[:-200])
-    assert check_ouro(folder, asked(text), tmp_path).states == before.states
+    assert check_ouro(folder, asked(text), tmp_path, say=told.append).states == before.states
+    assert told[0] == f"{tmp_path / 'ouro.json'} is damaged: measuring again"
+
+
+def test_a_batch_that_no_memory_holds_is_refused_before_anything_is_measured(folder, text, tmp_path):
+    with pytest.raises(ConfigError, match="batch = 1000000000: the logits of "):
+        check_ouro(folder, asked(text), tmp_path, batch=10**9)
 
 
 @pytest.mark.parametrize(

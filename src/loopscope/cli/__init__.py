@@ -137,6 +137,9 @@ class Shown:
         return EXIT_OK
 
 
+WRITE_A_FOLDER = (Train, Remedy, Reproduce, ReproduceOuro, ReproduceOuroTrain, Quickstart, Atlas, Scaling)
+"""Their --out is a folder; what `convert` writes it decides itself, and the others write a file."""
+
 WITHOUT_TORCH = (Report, Shown)
 """They only read files: nothing of theirs depends on what the processor can do."""
 
@@ -222,6 +225,8 @@ def _parse_verb(name: str, arguments: list[str]) -> Verb:
     if left:
         raise ConfigError(f"{left[0]!r} means nothing to `{command}`; see {command} --help")
     check_whole_numbers(parsed)
+    if isinstance(parsed, WRITE_A_FOLDER) and parsed.out is not None and parsed.out.is_file():
+        raise ConfigError.of("out", str(parsed.out), "is a file; name a folder")
     return parsed
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from loopscope.cli.rows import run_rows
 from loopscope.cli.terminal import duration, print_json, print_tables, print_words, say
+from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
-from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
+from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
 from loopscope.experiments.atlas_record import HOPS_STEPS, SEED, STEPS
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Atlas:
 Each design at demo size, under the paper's and a modern recipe on text, some on pointer chasing: blind, visible,
 removed and damped variables of the state with their free ranges, growth of its norm, how tokens move, what the first
 exit lacks, depths beyond training, safe cache policies, cost. The same command resumes after an interruption; other
---designs on the same --out are added. A design that fails is told in its cells.
+--designs on the same --out are added. A design that fails is told in its cells, and by exit code 1.
 
 {textwrap.fill(f"designs: {', '.join(DESIGNS)}", 118, break_on_hyphens=False)}
 
@@ -84,6 +85,7 @@ examples:
 
     def run(self) -> int:
         """Run what is not finished, then write what was found, and print it."""
+        check_sources(self.data or ())
         from loopscope.report.atlas import publish
 
         request = self._request()
@@ -94,14 +96,15 @@ examples:
                 say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
                 return EXIT_INTERRUPTED
         record = publish(self.out)
+        failed = any(entry.state == "failed" for entry in record.entries)
         if not record.entries:
             raise RunError(f"{self.out} has no row yet; run its command again, without --rebuild")
         if self.json:
             print_json(**record.to_json())
-            return EXIT_OK
+            return EXIT_FINDINGS if failed else EXIT_OK
         print_tables(*(_table(record, setting) for setting in record.settings()))
         print_words("\n".join(_in_words(self.out, record)))
-        return EXIT_OK
+        return EXIT_FINDINGS if failed else EXIT_OK
 
     def _request(self) -> Request:
         from loopscope.experiments.atlas import Request, parse_designs

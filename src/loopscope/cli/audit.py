@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 from tyro.conf import Positional
 
+from loopscope.checks import check_at_most
 from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
 from loopscope.cli.terminal import SCHEMA_VERSION, bar, print_tables, print_text, print_words, progress, say, sparkline
-from loopscope.config import ObjectiveConfig
+from loopscope.config import MOST_LOOPS, ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
 from loopscope.runs import write_atomically, write_json
@@ -98,6 +99,7 @@ examples:
         for name in ("states", "tokens", "loops", "push_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError.of(name, getattr(self, name), "must be at least 1")
+        check_at_most(self, MOST_LOOPS, "loops")
         if self.prefix < 2:
             raise ConfigError.of("prefix", self.prefix, "must be at least 2")
         parse_supervised(self.supervised)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import tyro
 from tyro.conf import Positional
 
+from loopscope.checks import check_not_negative
 from loopscope.cli.terminal import bar, print_json, print_tables, print_text, progress, say
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
-from loopscope.words import check_word
+from loopscope.words import check_tokenizer, check_word
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,9 +73,13 @@ examples:
   loopscope calibrate runs/nano --rule probe --fill project -o policy.json
   loopscope generate runs/nano "The river" --halting policy.json --show-loops"""
 
+    def __post_init__(self) -> None:
+        check_not_negative(self, "seed")
+
     def run(self) -> int:
         """Calibrate and print."""
         check_word(self.target)
+        check_tokenizer(self.tokenizer)
         check_sources(self.data or ())
         if self.max_units < 1 or self.verify < 0:
             raise ConfigError.of("max_units", self.max_units, "must be at least 1, and --verify not negative")

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from tyro.conf import Positional
@@ -14,7 +15,7 @@ from loopscope.cli.terminal import bar, print_json, print_tables, print_text, pr
 from loopscope.config import MOST_LOOPS
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
-from loopscope.words import check_word
+from loopscope.words import check_policy, check_tokenizer, check_word
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,6 +105,11 @@ examples:
     def run(self) -> int:
         """Evaluate and print."""
         check_word(self.target)
+        check_tokenizer(self.tokenizer)
+        for policy in [] if self.policies is None else self.policies.split(","):
+            check_policy(policy, "policies")
+        if self.task_folder is not None and not Path(self.task_folder).is_dir():
+            raise ConfigError.of("task_folder", self.task_folder, "no such folder")
         if self.tasks is not None:
             return self._run_tasks(self.tasks)
         check_sources(self.data or ())

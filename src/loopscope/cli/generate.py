@@ -13,7 +13,7 @@ from tyro.conf import Positional
 from loopscope.cli.terminal import print_json, say
 from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.files import read_text
-from loopscope.words import check_word
+from loopscope.words import check_policy, check_tokenizer, check_word
 
 if TYPE_CHECKING:
     from loopscope.verbs.generation import Generation
@@ -95,6 +95,9 @@ examples:
     def run(self) -> int:
         """Generate and print."""
         check_word(self.target)
+        check_tokenizer(self.tokenizer)
+        if self.halting is not None:
+            check_policy(self.halting, "halting")
         prompts = self._prompts()
         from loopscope.inference.cache import CachePolicy
         from loopscope.inference.decoding import Policies

@@ -60,12 +60,14 @@ examples:
 
     def run(self) -> int:
         """Read the runs, fit, write and print."""
+        from loopscope.report.inputs import read_inputs
+
+        runs = read_inputs(self.runs).runs
         from loopscope.experiments.scaling import check_identifiable, scaling
         from loopscope.experiments.scaling_points import points_of
-        from loopscope.report.inputs import read_inputs
         from loopscope.runs import write_json
 
-        points, left_out = points_of(read_inputs(self.runs).runs)
+        points, left_out = points_of(runs)
         for line in left_out:
             say(line)
         check_identifiable(points, self.law)

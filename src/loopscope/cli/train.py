@@ -17,7 +17,7 @@ from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from loopscope.presets import PRESETS, preset
-from loopscope.words import check_word
+from loopscope.words import check_tokenizer, check_word
 
 if TYPE_CHECKING:
     from loopscope.targets import Opened
@@ -63,6 +63,7 @@ examples:
             if word is not None:
                 check_word(word)
         check_sources((*self.data.data, *(self.data.valid or ())))
+        check_tokenizer(self.data.tokenizer)
         from loopscope.training.distributed import is_first_process
 
         weights: str | Opened | None = self.init_from

@@ -21,9 +21,10 @@ from tokenizers import Tokenizer as Backend
 
 from loopscope.data.corpora import joined
 from loopscope.data.files import first_line
-from loopscope.errors import ConfigError, DataError, suggest
+from loopscope.errors import ConfigError, DataError
 from loopscope.files import MOST_JSON_BYTES, read_text
 from loopscope.runs import write_atomically
+from loopscope.words import check_tokenizer
 
 NUM_BYTES = 256
 PAD, UNKNOWN = "<pad>", "<unk>"
@@ -34,7 +35,6 @@ _PYTHON_SPACE = r"\s\x1c-\x1f"
 _WORD_REGEX = rf"[{_PYTHON_SPACE}]+|[A-Za-z0-9_]+|[^\w{_PYTHON_SPACE}]"
 MIN_FREQUENCY = 2
 """Rarer words are unknown (the paper)."""
-KINDS = ("bytes", "bpe", "word")
 SCHEMA_VERSION = 1
 MOST_TOKENIZER_BYTES = 256 << 20
 """Largest tokenizer.json that is read; those of 260,000 tokens have 35 MB."""
@@ -259,10 +259,7 @@ def _existing(name: str) -> Tokenizer:
     if path.is_dir():
         saved = (path / MANIFEST_FILE).exists()
         return load_tokenizer(path) if saved else read_tokenizer(path / TOKENIZER_FILE)
-    if not path.exists():
-        why = f"no such file; name a tokenizer.json or one of {', '.join(KINDS)}"
-        close = suggest(name, KINDS)
-        raise ConfigError.of("tokenizer", name, close if close.startswith("did") else why)
+    check_tokenizer(name)
     return read_tokenizer(path)
 
 

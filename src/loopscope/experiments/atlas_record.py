@@ -386,8 +386,10 @@ def _check_same(out: Path, before: Asked, now: Asked) -> None:
         theirs, ours = getattr(before, name), getattr(now, name)
         if theirs != ours and not (name == "hops_steps" and not (theirs and ours)):
             flag = f"--{name.replace('_', '-')}"
-            told = f"was started with {flag} {theirs!r}, not {ours!r}" if name != "corpus_sha256" else "has other text"
-            raise RunError(f"{out} {told}; choose another --out")
+            if name == "corpus_sha256":
+                told = f"was started on text of SHA-256 {theirs}, and --data now has {ours}: restore the text, or"
+                raise RunError(f"{out} {told} choose another --out")
+            raise RunError(f"{out} was started with {flag} {theirs!r}, not {ours!r}; choose another --out")
 
 
 def collect(out: Path, order: Sequence[str]) -> AtlasRecord:

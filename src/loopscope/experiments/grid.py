@@ -228,7 +228,10 @@ def _check_same(out: Path, before: GridRecord, asked: GridRecord) -> None:
             raise _other_grid(out, name, theirs, ours)
     for name, flag in texts.items():
         if before.data.get(name, asked.data.get(name)) != asked.data.get(name):
-            raise RunError(f"the text of --{flag.replace('_', '-')} is not what {out} was started with; {OTHER_OUT}")
+            raise RunError(
+                f"the text of --{flag.replace('_', '-')} is not what {out} was started with: {name} was "
+                f"{before.data[name]} and is {asked.data.get(name)}; restore the text, or {OTHER_OUT}"
+            )
     for name, recipe in asked.recipes.items():
         same = before.recipes.get(name)
         if same is not None and (found := first_difference(same.config, recipe.config)) is not None:

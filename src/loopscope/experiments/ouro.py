@@ -43,10 +43,11 @@ from loopscope.model.readouts import Norm, Raw
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import ExitGate, LoopedModel, LoopState, run_loops
 from loopscope.targets import Opened, open_target
+from loopscope.training.plan import check_logits
 from loopscope.training.session import set_up
 from loopscope.verbs.downstream import evaluate_tasks
 from loopscope.verbs.evaluation import evaluate, throughput
-from loopscope.verbs.text import Say, tokens_for, with_tokenizer
+from loopscope.verbs.text import Say, corpus_for, tokens_for, with_tokenizer
 
 Progress = Callable[[str, float], None]
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -71,10 +72,12 @@ def check_ouro(
     model = opened.model
     assert isinstance(model, nn.Module)
     model.to(device).eval()
-    text = ", ".join(asked.data) or "its own"
-    record = begun(out, OuroRecord(asked=asked, subject=_subject(opened, device), text=text))
-    length = asked.length or opened.sequence_length
-    data = tuple(asked.data) or None
+    data, length = tuple(asked.data) or None, asked.length or opened.sequence_length
+    check_logits(batch * length, opened.vocab_size, batch=batch, device_type=device)
+    corpus = corpus_for(opened, data)
+    text = ", ".join(asked.data) or f"its own ({corpus.name})"
+    fresh = OuroRecord(asked=asked, subject=_subject(opened, device), text=text, text_sha256=corpus.sha256)
+    record = begun(out, fresh, say)
     if record.depths is None:
         say(f"{opened.name}: scores after {_range(asked.depths)} loops")
         result = evaluate(

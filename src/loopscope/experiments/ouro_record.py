@@ -5,6 +5,7 @@ A section that is not measured yet is null, so that an interrupted command goes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -180,6 +181,8 @@ class OuroRecord:
     subject: Subject
     text: str
     """What was read."""
+    text_sha256: str = ""
+    """Of all of it."""
     depths: Split | None = None
     throughput: list[Speed] = field(default_factory=list)
     states: States | None = None
@@ -230,17 +233,24 @@ class OuroRecord:
         return self
 
 
-def begun(folder: Path, fresh: OuroRecord) -> OuroRecord:
-    """What an earlier command has measured already for the same request and model, or the fresh record.
+def begun(folder: Path, fresh: OuroRecord, say: Callable[[str], None]) -> OuroRecord:
+    """What an earlier command has measured already for the same request, model and text, or the fresh record.
 
     Results of another request are not overwritten, and those of a damaged file are measured again.
     """
     problems: Problems = {}
     found = read_as(folder / FILE, OuroRecord.from_json, problems)
     if found is None or problems:
+        if (folder / FILE).exists():
+            say(f"{folder / FILE} is damaged: measuring again")
         return fresh
     for what, before, now in (("model", found.subject, fresh.subject), ("request", found.asked, fresh.asked)):
         if before != now:
             names = (name for name, value in asdict(now).items() if asdict(before)[name] != value)
             raise RunError(f"{folder / FILE} is about another {what} ({', '.join(names)}); choose another --out")
-    return replace(found, text=fresh.text)
+    if found.text_sha256 not in ("", fresh.text_sha256):
+        raise RunError(
+            f"{folder / FILE} is about text of SHA-256 {found.text_sha256}, and {fresh.text} now has "
+            f"{fresh.text_sha256}; restore the text, or choose another --out"
+        )
+    return replace(found, text=fresh.text, text_sha256=fresh.text_sha256)

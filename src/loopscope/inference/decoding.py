@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from loopscope.errors import ConfigError, DataError, ProtocolError
+from loopscope.errors import ConfigError, DataError, NotFiniteError
 from loopscope.inference.cache import EXACT, CachePolicy, KVCache
 from loopscope.inference.sampling import Sampling
 from loopscope.protocol import Cache, Cached, LinearReadout, LoopedModel, LoopState, check_products, run_loops
@@ -171,7 +171,7 @@ def last_logits(model: LoopedModel | Cached, state: LoopState, k: int, cache: Ca
 def check_finite(logits: Tensor, k: int) -> None:
     """Refuse to choose a token from NaN or infinity."""
     if not logits.isfinite().all():
-        raise ProtocolError(f"the logits after loop {k} are not finite numbers: no token can be chosen from them")
+        raise NotFiniteError(f"the logits after loop {k} are not finite numbers: no token can be chosen from them")
 
 
 def device_of(model: object) -> torch.device:

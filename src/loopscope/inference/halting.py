@@ -31,6 +31,7 @@ from loopscope.files import number as finite
 from loopscope.inference.cache import CachePolicy, KVCache
 from loopscope.inference.decoding import check_finite, device_of, last_logits
 from loopscope.protocol import Cache, Cached, ExitGate, LinearReadout, LoopState, ProjectedKeys, Slot
+from loopscope.words import no_policy
 
 POLICY_VERSION = 1
 """Of the policy files that are read and written."""
@@ -271,8 +272,8 @@ def read_policy(path: Path, flag: str = "halting") -> Halting:
     problems: Problems = {}
     found = read_json(path, problems)
     if found is None:
-        why = "cannot be read as JSON" if problems else "no such file"
-        raise ConfigError.of(flag, str(path), f"{why}; `loopscope calibrate TARGET -o {path.name}` writes a policy")
+        why = problems.get(path.name, "no such file").removesuffix(" and is left out")
+        raise no_policy(path, why, flag)
     try:
         return _policy(found)
     except ValueError as error:

@@ -131,7 +131,7 @@ def _levels(x: LogAxis, y: LogAxis) -> Iterator[str]:
     """From tenfold on nothing holds a variable; above 1 the norm grows."""
     ten, same = x.place(10.0), y.place(1.0)
     yield f'<line class="level" stroke-dasharray="3 4" x1="{ten}" y1="{y.end}" x2="{ten}" y2="{y.start}"/>'
-    yield f'<text class="muted" x="{ten}" y="{y.end - 6}" text-anchor="middle">unnoticed from here on</text>'
+    yield f'<text class="muted" x="{ten}" y="{y.end - 12}">unnoticed from here on</text>'
     yield f'<line class="level" stroke-dasharray="3 4" x1="{x.start}" y1="{same}" x2="{x.end}" y2="{same}"/>'
 
 

@@ -116,8 +116,13 @@ def continue_data(
     run = found.path.parent.parent
     before = read_data_record(run)
     if before is None or not before.corpus_sha256:
-        say(f"{run} keeps no hash of its text: nobody can tell whether this is the same")
-        return data
+        if not allow_new:
+            raise RunError(
+                f"{run / 'manifest.json'} keeps no hash of the text before: nobody can tell whether this is the same; "
+                "restore the file, choose another --out, or go on with this text by --allow-new-data"
+            )
+        say(f"what {run} was trained on up to step {found.step} is not known")
+        return {**data, "earlier": [{"corpus": "", "corpus_sha256": "", "until_step": found.step}]}
     if before.tokenizer_sha256 and before.tokenizer_sha256 != data["tokenizer_sha256"]:
         raise RunError(
             f"{run} was trained with a tokenizer of SHA-256 {before.tokenizer_sha256}, and this one has "
@@ -125,7 +130,7 @@ def continue_data(
         )
     earlier = before.earlier
     if before.corpus_sha256 != data["corpus_sha256"]:
-        hashes = f"{before.corpus_sha256}, and {data['corpus']} now has {data['corpus_sha256']}"
+        hashes = f"{before.corpus_sha256}, and its sources (training and validation) now have {data['corpus_sha256']}"
         if not allow_new:
             raise RunError(
                 f"{run} was trained on text of SHA-256 {hashes}; restore the text, choose another --out, or go on "

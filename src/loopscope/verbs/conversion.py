@@ -20,7 +20,7 @@ from torch import Tensor
 from loopscope.adapters.foreign import CONFIG_FILE, INDEX_FILE, read_json
 from loopscope.adapters.native import MODEL_TYPE, PREFIX, config_of, own_tensors, to_fields
 from loopscope.config import Config, ModelConfig, ObjectiveConfig
-from loopscope.data.tokenizers import KINDS, SETTINGS_FILE, TOKENIZER_FILE, Tokenizer
+from loopscope.data.tokenizers import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import MOST_JSON_BYTES, read_bytes, without_nan
 from loopscope.machine import own_version, versions
@@ -30,6 +30,7 @@ from loopscope.targets import Opened, open_target
 from loopscope.training import checkpoint
 from loopscope.training.session import read_data_record
 from loopscope.verbs.cards import Card, read_results
+from loopscope.words import TOKENIZERS
 
 Kind = Literal["hf", "loopscope"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -271,7 +272,7 @@ def _write_run(beside: Path, source: _Source) -> None:
     run.create(source.config)
     if (tokenizer := source.opened.tokenizer) is not None:
         kind = source.text.get("tokenizer")
-        (replace(tokenizer, kind=kind) if kind in KINDS else tokenizer).save(beside / "tokenizer")
+        (replace(tokenizer, kind=kind) if kind in TOKENIZERS else tokenizer).save(beside / "tokenizer")
     record = {"converted_from": source.opened.name, "command": sys.argv, "versions": versions()}
     run.write_manifest({**record, **({"data": source.text} if source.text else {})})
     checkpoint.save_weights(run.checkpoints, source.tensors(), source.opened.step or 0)

@@ -113,7 +113,7 @@ def evaluate_tasks(
     depths = list(range(1, opened.model.num_loops + 1)) if depths is None else sorted(set(depths))
     if not depths or depths[0] < 1 or depths[-1] > MOST_LOOPS:
         raise ConfigError.of("depths", depths, f"depths count loops, from 1 up to {MOST_LOOPS:,}")
-    manager = _manager(harness, tasks, task_folder)
+    manager = _manager(harness, tasks, task_folder, say)
     likelihoods = Likelihoods.of(opened, depths, batch=batch, progress=progress)
     if likelihoods.prefix_is_made_up:
         say(f"{opened.name} names no token that begins or ends a text: where there is no context, a blank line is it")
@@ -221,13 +221,15 @@ def _harness() -> Any:
     return harness
 
 
-def _manager(harness: Any, tasks: Sequence[str], folder: str | Path | None) -> Any:
+def _manager(harness: Any, tasks: Sequence[str], folder: str | Path | None, say: Say) -> Any:
     """The harness's index of tasks, which knows all that are asked for."""
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError.of("task_folder", str(folder), "no such folder")
     unknown = list(tasks)
     # Its own tasks are fourteen thousand files, which take half a minute to look through: only where they are needed.
     for include_defaults in (False, True) if folder is not None else (True,):
+        if include_defaults:
+            say("looking through the tasks of lm-evaluation-harness, which takes half a minute")
         try:
             manager = harness.tasks.TaskManager(
                 include_path=None if folder is None else str(folder), include_defaults=include_defaults

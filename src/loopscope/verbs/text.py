@@ -9,7 +9,7 @@ from loopscope.data.corpora import Corpus, Split, open_corpus
 from loopscope.data.packing import SplitTokens
 from loopscope.data.preparation import evaluation_corpus, evaluation_tokens, pack_split
 from loopscope.data.tokenizers import fit_tokenizer
-from loopscope.errors import ConfigError
+from loopscope.errors import ConfigError, DataError
 from loopscope.targets import Opened
 from loopscope.training.session import read_data_record
 
@@ -36,18 +36,25 @@ def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Spli
         )
     if data is not None:
         return evaluation_tokens(tuple(data), opened.data.text_field, opened.tokenizer, say)
-    tokens = pack_split(open_corpus(opened.data), split, opened.tokenizer, say)
+    tokens = pack_split(corpus_for(opened, None), split, opened.tokenizer, say)
     if (before := other_text_of(opened, tokens)) is not None:
         say(
-            f"{opened.name} was trained on text of SHA-256 {before}, and {tokens.manifest['corpus']} now has "
-            f"{tokens.manifest['corpus_sha256']}: what follows is about the new text, parts of which it may have seen"
+            f"{opened.name} was trained on text of SHA-256 {before}, and its sources (training and validation) now "
+            f"have {tokens.manifest['corpus_sha256']}: what follows is about what they hold now"
         )
     return tokens
 
 
 def corpus_for(opened: Opened, data: Sequence[str] | None) -> Corpus:
     """The corpus behind `tokens_for`; its validation split is the text."""
-    return open_corpus(opened.data) if data is None else evaluation_corpus(tuple(data), opened.data.text_field)
+    if data is not None:
+        return evaluation_corpus(tuple(data), opened.data.text_field)
+    try:
+        return open_corpus(opened.data)
+    except DataError as error:
+        raise DataError(
+            f"{opened.name} has a text of its own, which cannot be opened (--data names another): {error}"
+        ) from error
 
 
 def other_text_of(opened: Opened, tokens: SplitTokens) -> str | None:
