@@ -41,6 +41,14 @@ def test_metrics_survive_a_torn_last_line_and_forget_steps_that_will_be_repeated
     assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
 
 
+def test_a_full_disk_is_told_with_the_file_that_did_not_fit(tmp_path):
+    run = RunFolder(tmp_path)
+    run.metrics_path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as full:
+        run.append_metrics({"kind": "train", "step": 1})
+    assert full.value.filename == str(run.metrics_path)
+
+
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_atomically(path, "old")

@@ -78,8 +78,12 @@ class RunFolder:
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl."""
-        with self.metrics_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(_line(row))
+        try:
+            with self.metrics_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(_line(row))
+        except OSError as error:
+            error.filename = str(self.metrics_path)  # a disk that is full says so without a name
+            raise
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All rows; a line torn by a kill is left out."""
