@@ -16,7 +16,7 @@ from markupsafe import Markup
 from loopscope.report.charts import plain
 
 WIDTH = 760
-LEFT, RIGHT, TOP = 64.0, 530.0, 40.0
+LEFT, RIGHT, TOP = 64.0, 530.0, 50.0
 """The plot; the names of what lies at its right end stand beside it."""
 LINE = 14.5
 """From one name to the next."""
