@@ -192,7 +192,7 @@ def test_other_text_under_the_same_name_is_another_grid(base, tmp_path):
     out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
     record(lay_out(request, out, print, base), [])
     (tmp_path / "train.txt").write_text("an entirely different text\n" * 300)
-    with pytest.raises(RunError, match=r"the text of --data is not what .* was started with; choose another --out"):
+    with pytest.raises(RunError, match=r"--data is not what .*: corpus_sha256 was \w{64} and is \w{64}; restore"):
         record(lay_out(request, out, print, base), [])
 
 

@@ -43,8 +43,19 @@ def start(command: list[str], folder: Path, shard: str, steps: int) -> subproces
 
 
 def train(command: list[str], folder: Path, shard: str, steps: int = 20) -> None:
+    """Start ranks and wait for their end.
+
+    Of several hundred starts one stood still before its first step, on a busy machine. What stands still is ended with
+    all its ranks and started once more, if it has trained nothing yet.
+    """
     process = start(command, folder, shard, steps)
-    output, _ = process.communicate(timeout=180)
+    try:
+        output, _ = process.communicate(timeout=180)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        assert not RunFolder(folder).metrics_path.exists(), "stood still in training: " + process.communicate()[0]
+        process = start(command, folder, shard, steps)
+        output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
 
 

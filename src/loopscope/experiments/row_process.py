@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,10 +182,11 @@ def train_row(spec: RowSpec, run: RunFolder) -> TrainingResult:
     from loopscope.verbs.training import train_in
 
     setup = set_up(spec.config.training)
+    train = partial(train_in, allow_new_data=True)  # the grid has compared the text; a row may lose its hash
     with join(setup.device) as ranks:
         if not ranks.is_first:
-            return train_in(run, spec.config, setup, ranks)
-        return train_in(run, spec.config, setup, ranks, say=say, watching=_logging)
+            return train(run, spec.config, setup, ranks)
+        return train(run, spec.config, setup, ranks, say=say, watching=_logging)
 
 
 @contextmanager
