@@ -45,7 +45,7 @@ def start(command: list[str], folder: Path, shard: str, steps: int) -> subproces
 def train(command: list[str], folder: Path, shard: str, steps: int = 20) -> None:
     """Start ranks and wait for their end.
 
-    Of several hundred starts one stood still before its first step, on a busy machine. What stands still is ended with
+    Of some hundred starts one stood still, on a busy machine, nobody knows where. What stands still is ended with
     all its ranks and started once more, if it has trained nothing yet.
     """
     process = start(command, folder, shard, steps)
