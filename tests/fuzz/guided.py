@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -45,7 +46,9 @@ def search(atheris: Any, bench: Any, cases: list[bytes], seconds: float) -> None
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
-    minutes = parser.parse_args().minutes
+    parser.add_argument("--readers", default="", help="only those whose name and file hold this")
+    given = parser.parse_args()
+    minutes = given.minutes
     import atheris
     import torch
 
@@ -58,25 +61,27 @@ def main() -> int:
         from test_fuzz_files import Bench
 
     started, executed, broken = time.monotonic(), 0, 0
-    for number, reader in enumerate(READERS):
+    readers = [reader for reader in READERS if given.readers in f"{reader.name}: {reader.file}"]
+    for number, reader in enumerate(readers):
         left = 60 * minutes - (time.monotonic() - started)
-        with tempfile.TemporaryDirectory(prefix="loopscope-guided-") as name:
-            log = Path(name) / "log.txt"
-            if not (child := os.fork()):  # an import of torch costs more than most searches
-                for stream in (1, 2):
-                    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-                bench = Bench(reader, Path(name) / "bench")
-                cases = [bench.content, *(case.content for case in corpus(reader.suffix, bench.content, turns=1))]
-                search(atheris, bench, cases, max(left / (len(READERS) - number), 2))
-                os._exit(70)  # a search ends its process itself
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            said = log.read_text(errors="replace")
+        folder = Path(tempfile.mkdtemp(prefix="loopscope-guided-"))  # a TemporaryDirectory would end with the child
+        log = folder / "log.txt"
+        if not (child := os.fork()):  # an import of torch costs more than most searches
+            for stream in (1, 2):
+                os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+            bench = Bench(reader, folder / "bench")
+            cases = [bench.content, *(case.content for case in corpus(reader.suffix, bench.content, turns=1))]
+            search(atheris, bench, cases, max(left / (len(readers) - number), 2))
+            os._exit(70)  # a search ends its process itself
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said = log.read_text(errors="replace")
+        shutil.rmtree(folder, ignore_errors=True)
         count = int(found[1]) if (found := re.search(r"number_of_executed_units: (\d+)", said)) else 0
         executed, broken = executed + count, broken + (code != 0)
         sys.stdout.write(f"{reader.name}: {reader.file}: {count} cases\n" + (said[-5000:] if code else ""))
         sys.stdout.flush()
     took = (time.monotonic() - started) / 60
-    sys.stdout.write(f"{executed:,} cases over {len(READERS)} readers in {took:.0f} minutes; {broken} broke\n")
+    sys.stdout.write(f"{executed:,} cases over {len(readers)} readers in {took:.0f} minutes; {broken} broke\n")
     return 1 if broken else 0
 
 

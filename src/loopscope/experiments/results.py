@@ -148,6 +148,6 @@ def shown(value: float | None, digits: int = 4, sign: str = "") -> str:
         return "–"
     size = abs(value)
     if size and (size < 1e-3 or size >= 1e7):
-        return f"{value:{sign}.{digits - 2}e}"
+        return f"{value:{sign}.{max(digits - 2, 0)}e}"
     decimals = max(0, digits - 1 - math.floor(math.log10(size))) if size else 0
     return f"{value:{sign},.{decimals}f}"
