@@ -11,4 +11,8 @@ FOUND: dict[tuple[str, str], list[bytes]] = {
     ("claims and tables", "grid/rows/per-loop+rmsnorm-s42/halting.json"): [
         b'{"mean_loops": 2.4, "fixed_depth": -10000000000000000000, "unit_loops": [2.45]}',
     ],
+    # A share through a readout that there is not.
+    ("checks of Ouro", "ouro.json"): [
+        b'{"asked": {"depths": [1]}, "states": {"loops": [{"k": 3, "radial_share": {"nOrm": 1e-08, "none": 0.4}}]}}',
+    ],
 }

@@ -91,7 +91,9 @@ class LoopStates:
     def from_json(cls, part: Part, k: int) -> Self:
         """What can be read of it."""
         sweep = {name: part.part("sweep").numbers(name) for name in READOUTS if name in part.part("sweep").values}
-        return part.as_a(cls, k=k, sweep=sweep)
+        shares = part.part("radial_share")
+        known = {name: share for name in READOUTS if (share := shares.number(name)) is not None}
+        return part.as_a(cls, k=k, sweep=sweep, radial_share=known)
 
 
 @dataclass(frozen=True, kw_only=True)
