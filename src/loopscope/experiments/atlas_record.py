@@ -358,6 +358,7 @@ def read_atlas(out: Path) -> AtlasRecord:
         raise RunError(f"{out} holds no atlas: it has no {FILE}; loopscope atlas --out {out} makes one")
     found = read_as(path, AtlasRecord.from_json, problems)
     problem = problems.get(FILE, "" if found is not None and found.designs else "names no design")
+    problem = problem.removesuffix(" and is left out")  # a file that is refused is not
     if found is None or problem:
         raise RunError(f"{path} {problem}; move it away and run its command again: finished rows are not run again")
     return found

@@ -174,7 +174,7 @@ def read_grid(out: Path) -> GridRecord:
     """grid.json, whole and with everything that the rest relies on."""
     path, problems = out / "grid.json", Problems()
     found = read_as(path, GridRecord.from_json, problems)
-    problem = problems.get(path.name, "")
+    problem = problems.get(path.name, "").removesuffix(" and is left out")  # a file that is refused is not
     if found is None or not found.size or not found.recipes:
         problem = problem or "is damaged"
     for name, part in found.recipes.items() if found else ():
