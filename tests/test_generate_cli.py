@@ -51,6 +51,20 @@ def test_the_text_follows_its_prompt(generate, target):
     assert len(out) > len("The river\n")
 
 
+def test_a_model_that_is_not_finite_is_a_finding_and_no_mistake(generate, tmp_path, monkeypatch):
+    (tmp_path / "broken_model.py").write_text(
+        "import loopscope as ls\n"
+        "def build():\n"
+        "    model = ls.build(ls.preset('demo').model, seed=0)\n"
+        "    model.embedding.weight.data.fill_(float('nan'))\n"
+        "    return model\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, err = generate("The river", of="broken_model:build")
+    assert (code, out) == (1, "The river"), "what was asked is shown, and nothing after it"
+    assert "are not finite numbers: no token can be chosen from them" in err
+
+
 def test_several_prompts_are_a_batch_and_give_what_each_gives_alone(generate):
     prompts = ["The river", "A", "Of all"]
     together = results(generate(*prompts, "--json")[1])

@@ -157,6 +157,14 @@ def test_a_manifest_that_lost_its_hash_lets_no_other_text_in_unasked(train, tmp_
     assert data_record(tmp_path / "run")["earlier"] == [{"corpus": "", "corpus_sha256": "", "until_step": 8}]
 
 
+def test_a_runs_own_text_that_is_gone_is_told_as_such(train, tmp_path, text, capsys):
+    train()
+    text.unlink()
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "has a text of its own, which cannot be opened (--data names another): no such file" in said
+
+
 def test_another_tokenizer_is_refused_even_with_new_data_allowed(train, tmp_path, text):
     flags = ("--tokenizer", "bpe", "--vocab-size", "300")
     train(*flags)
