@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_up import made_up_audit, made_up_eval, write_row
 from samples import eval_row, train_row
 
-from loopscope.files import MOST_MISFITS, Part, read_as, read_json, read_lines, without_nan
+from loopscope.files import MOST_MISFITS, Part, read_as, read_json, read_lines, without_nan, write_json
 from loopscope.readings import (
     Audit,
     RowRecord,
@@ -29,7 +29,7 @@ from loopscope.readings import (
     read_run,
     shares_by_loop,
 )
-from loopscope.runs import RunFolder, write_json
+from loopscope.runs import RunFolder
 from loopscope.scores import Depth, Evaluation
 
 

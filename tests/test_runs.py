@@ -13,9 +13,10 @@ import pytest
 
 from loopscope.config import Config
 from loopscope.errors import RunError
+from loopscope.files import folder_written_whole, write_atomically
 from loopscope.machine import git_state
 from loopscope.presets import preset
-from loopscope.runs import RunFolder, folder_written_whole, write_atomically
+from loopscope.runs import RunFolder
 
 
 def test_a_run_remembers_its_configuration(tmp_path):

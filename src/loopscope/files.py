@@ -1,4 +1,4 @@
-"""Reading files that may be missing, damaged, still being written, or hostile: what cannot be used becomes a sentence.
+"""Reading files that may be missing, damaged, still being written, or hostile, and writing them whole or not at all.
 
 Every file that somebody names is opened by `open_file`, which refuses what is not a regular file: a pipe would be
 waited for without end, and a device has none. No file takes long either: what would is refused before it is built.
@@ -12,8 +12,10 @@ import errno
 import json
 import math
 import os
+import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from io import BufferedReader
@@ -477,8 +479,14 @@ def _lines(path: Path, most: float, problems: Problems) -> Iterator[bytes]:
 
 def _text(path: Path, most: float, problems: Problems) -> str | None:
     """The text of a regular file of sensible size, or None."""
+    data = read_limited(path, most, problems)
+    return None if data is None else data.decode("utf-8", "replace")
+
+
+def read_limited(path: Path, most: float, problems: Problems) -> bytes | None:
+    """The bytes of a regular file of sensible size; None where there is none, or where a problem says why."""
     try:
-        return read_text(path, most, errors="replace") if _is_readable(path, most, problems) else None
+        return read_bytes(path, most) if _is_readable(path, most, problems) else None
     except OSError as error:
         problems[path.name] = f"cannot be read: {error.strerror}"
         return None
@@ -495,3 +503,77 @@ def _is_readable(path: Path, most: float, problems: Problems) -> bool:
         problems[path.name] = f"is larger than {in_bytes(most)} and is left out"
         return False
     return True
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """JSON as our files are written: strict, and whole or not at all."""
+    write_atomically(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of it.
+
+    Half of a surrogate pair, which JSON may hold and UTF-8 may not, is written as \\ud800: in JSON that is the same.
+    """
+    with file_written_whole(path) as beside:
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+@contextmanager
+def file_written_whole(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that becomes `path` when the block ends well, and vanishes when it does not.
+
+    Only a regular file is ever replaced, and the one that a link leads to: whoever may write to /dev would otherwise
+    lose /dev/null to `--out /dev/null`.
+    """
+    if path.exists():
+        check_regular(path, path.stat().st_mode)
+    path = path.resolve()
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        error.filename = str(path)  # what the user knows
+        raise
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_written_whole(path: Path, tag: str | None = None) -> Iterator[Path]:
+    """A temporary folder beside `path` that becomes `path` when the block ends well, and vanishes when it does not."""
+    beside = path.with_name(f".{path.name}.{tag or os.getpid()}")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        for file in sorted(beside.rglob("*")):
+            if file.is_dir():
+                sync_folder(file)
+                continue
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        sync_folder(beside)
+        if path.exists():
+            shutil.rmtree(path)
+        beside.rename(path)
+        sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

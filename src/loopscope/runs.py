@@ -13,7 +13,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import IO, Any
 
 from loopscope.config import Config, config_to_yaml, load_config
 from loopscope.errors import RunError
-from loopscope.files import check_regular, integer, read_lines, without_nan
+from loopscope.files import integer, read_lines, without_nan, write_atomically, write_json
 
 SCHEMA_VERSION = 1
 WRITTEN_UNDER_LOCK = (
@@ -145,74 +144,3 @@ def _flock_within(file: IO[str], kind: int, seconds: float) -> bool:
             time.sleep(0.01)
         else:
             return True
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """JSON as our files are written: strict, and whole or not at all."""
-    write_atomically(path, json.dumps(without_nan(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside, flush to disk, rename: a reader sees the old file or the new one, never half of it.
-
-    Half of a surrogate pair, which JSON may hold and UTF-8 may not, is written as \\ud800: in JSON that is the same.
-    """
-    with file_written_whole(path) as beside:
-        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-@contextmanager
-def file_written_whole(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that becomes `path` when the block ends well, and vanishes when it does not.
-
-    Only a regular file is ever replaced, and the one that a link leads to: whoever may write to /dev would otherwise
-    lose /dev/null to `--out /dev/null`.
-    """
-    if path.exists():
-        check_regular(path, path.stat().st_mode)
-    path = path.resolve()
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        error.filename = str(path)  # what the user knows
-        raise
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-@contextmanager
-def folder_written_whole(path: Path, tag: str | None = None) -> Iterator[Path]:
-    """A temporary folder beside `path` that becomes `path` when the block ends well, and vanishes when it does not."""
-    beside = path.with_name(f".{path.name}.{tag or os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
-        yield beside
-        for file in sorted(beside.rglob("*")):
-            if file.is_dir():
-                sync_folder(file)
-                continue
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        sync_folder(beside)
-        if path.exists():
-            shutil.rmtree(path)
-        beside.rename(path)
-        sync_folder(path.parent)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames in a folder survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

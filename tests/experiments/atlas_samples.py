@@ -18,8 +18,8 @@ from loopscope.experiments.atlas_record import (
     described,
 )
 from loopscope.experiments.probe import Cost, Exit, Mend, Moves, Probe
+from loopscope.files import write_json
 from loopscope.readings import Variable
-from loopscope.runs import write_json
 from loopscope.scores import Answers, CacheTable, Depth, PolicyCost, Split
 
 PAPER, MODERN, ON_HOPS = SETTINGS

@@ -18,9 +18,9 @@ from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import Config, config_to_dict
 from loopscope.experiments.conditions import CONDITIONS, apply_recipe
 from loopscope.experiments.documents import GridRecord, RecipeRecord
+from loopscope.files import write_json
 from loopscope.presets import preset
 from loopscope.readings import CalibratedHalting, RowRecord
-from loopscope.runs import write_json
 from loopscope.scores import Evaluation
 
 # CE after loops 1..4 and the norm after loop 4 of each condition.

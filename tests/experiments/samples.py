@@ -17,8 +17,9 @@ from loopscope.auditing.interventions import CLAMPED
 from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject, Variable
 from loopscope.config import Config
 from loopscope.experiments.ledger import write_record
+from loopscope.files import write_json
 from loopscope.readings import CalibratedHalting, Exits, Gate, GatedLoop, RowRecord
-from loopscope.runs import RunFolder, write_json
+from loopscope.runs import RunFolder
 from loopscope.scores import SPLITS, Depth, Evaluation, Split
 
 

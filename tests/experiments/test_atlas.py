@@ -21,10 +21,9 @@ from loopscope.experiments.atlas_properties import PROPERTIES, atlas_tables, cel
 from loopscope.experiments.atlas_record import NOT_BUILT, AtlasRecord, collect, note_request, read_atlas
 from loopscope.experiments.ledger import Ledger, is_complete
 from loopscope.experiments.probe import PARTS, has_probe
-from loopscope.files import Part
+from loopscope.files import Part, write_json
 from loopscope.model.looped_lm import build
 from loopscope.readings import RowRecord
-from loopscope.runs import write_json
 
 QUIET = lambda text: None  # noqa: E731
 

@@ -15,8 +15,9 @@ from loopscope.experiments import schedule as schedule_module
 from loopscope.experiments.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, RowStatus, write_record
 from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.schedule import Overview, Schedule
+from loopscope.files import write_json
 from loopscope.readings import RowRecord
-from loopscope.runs import RunFolder, write_json
+from loopscope.runs import RunFolder
 
 
 def spec(condition: str = "per-loop+raw", seed: int = 42, **changes) -> RowSpec:

@@ -25,8 +25,9 @@ from loopscope.experiments.row_process import (
     train_row,
 )
 from loopscope.experiments.rows import RowSpec
+from loopscope.files import write_json
 from loopscope.readings import RowRecord, read_run
-from loopscope.runs import RunFolder, write_json
+from loopscope.runs import RunFolder
 
 TRAIN = "".join(f"line {n} about rivers and {n * n} stones\n\n" for n in range(300)).rstrip("\n")
 VALID = ("another line about a river\n\n" * 20).rstrip("\n")

@@ -49,13 +49,13 @@ from loopscope.experiments.probe import PARTS, has_probe, read_probe
 from loopscope.experiments.results import read_results
 from loopscope.experiments.rows import RowSpec
 from loopscope.experiments.tables import all_tables, depths_csv
-from loopscope.files import read_as
+from loopscope.files import read_as, write_json
 from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
 from loopscope.report.atlas import render
 from loopscope.report.page import build_report
-from loopscope.runs import RunFolder, write_json
+from loopscope.runs import RunFolder
 from loopscope.targets import open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks

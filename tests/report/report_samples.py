@@ -35,9 +35,9 @@ from loopscope.experiments.documents import (
     RecipeRecord,
 )
 from loopscope.experiments.ledger import write_record
+from loopscope.files import write_json
 from loopscope.presets import preset
 from loopscope.readings import RowRecord
-from loopscope.runs import write_json
 from loopscope.scores import Evaluation
 
 K, WIDTH, ROLLOUT = 4, 64, 30

@@ -25,14 +25,13 @@ from report_samples import claims, quantity, write_reproduction, write_run
 from loopscope.cli import main
 from loopscope.cli.report import Report
 from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedError
-from loopscope.files import read_yaml
+from loopscope.files import read_yaml, write_json
 from loopscope.readings import exit_failure, final_norm
 from loopscope.report import page as build
 from loopscope.report.charts import Axis, log_ticks, plain, signed, signed_ticks, thin
 from loopscope.report.grouping import compare, group_runs
 from loopscope.report.inputs import Inputs, read_inputs
 from loopscope.report.page import build_report, render, write_report
-from loopscope.runs import write_json
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from loopscope.adapters import paper, retrofit, unpickling
 from loopscope.adapters.foreign import CONFIG_FILE, Weights, fill, read_json
 from loopscope.adapters.hf import FETCHED, describe_folder
 from loopscope.errors import ConfigError, RunError, UnsupportedError
-from loopscope.files import open_file
-from loopscope.runs import folder_written_whole
+from loopscope.files import folder_written_whole, open_file
 
 ROOM = 2 << 30
 """Bytes of memory, and of disk, beyond three times the file: torch and safetensors need some for themselves."""

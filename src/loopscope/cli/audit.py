@@ -17,7 +17,7 @@ from loopscope.cli.terminal import SCHEMA_VERSION, bar, print_tables, print_text
 from loopscope.config import MOST_LOOPS, ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
-from loopscope.runs import write_atomically, write_json
+from loopscope.files import write_atomically, write_json
 from loopscope.words import check_word
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ examples:
         check_sources(self.data or ())
         if self.max_units < 1 or self.verify < 0:
             raise ConfigError.of("max_units", self.max_units, "must be at least 1, and --verify not negative")
-        from loopscope.runs import write_json
+        from loopscope.files import write_json
         from loopscope.targets import open_target
         from loopscope.verbs.calibration import calibrate, to_policy
 

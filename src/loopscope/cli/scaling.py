@@ -65,7 +65,7 @@ examples:
         runs = read_inputs(self.runs).runs
         from loopscope.experiments.scaling import check_identifiable, scaling
         from loopscope.experiments.scaling_points import points_of
-        from loopscope.runs import write_json
+        from loopscope.files import write_json
 
         points, left_out = points_of(runs)
         for line in left_out:

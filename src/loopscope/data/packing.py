@@ -28,9 +28,8 @@ from loopscope.data.corpora import Corpus, Split, joined
 from loopscope.data.tasks import TaskText
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import DataError
-from loopscope.files import MOST_JSON_BYTES, Form, first_misfit, open_file, read_text
+from loopscope.files import MOST_JSON_BYTES, Form, first_misfit, open_file, read_text, sync_folder
 from loopscope.machine import cache_folder
-from loopscope.runs import sync_folder
 
 SCHEMA_VERSION = 2
 SHARD_TOKENS = 1 << 27

@@ -22,8 +22,7 @@ from tokenizers import Tokenizer as Backend
 from loopscope.data.corpora import joined
 from loopscope.data.files import first_line
 from loopscope.errors import ConfigError, DataError
-from loopscope.files import MOST_JSON_BYTES, read_text
-from loopscope.runs import write_atomically
+from loopscope.files import MOST_JSON_BYTES, read_text, write_atomically
 from loopscope.words import check_tokenizer
 
 NUM_BYTES = 256

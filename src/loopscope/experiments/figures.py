@@ -22,6 +22,7 @@ from loopscope.experiments.conditions import CONDITIONS
 from loopscope.experiments.evidence import ROLLOUT, symlog, unsymlog
 from loopscope.experiments.ouro_record import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord
 from loopscope.experiments.results import Results, View, mean
+from loopscope.files import file_written_whole
 from loopscope.readings import (
     SATURATED_LOGIT,
     AuditedLoop,
@@ -33,7 +34,6 @@ from loopscope.readings import (
     final_norm,
     perplexity_at,
 )
-from loopscope.runs import file_written_whole
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
 STYLES: dict[str, tuple[str, str]] = {

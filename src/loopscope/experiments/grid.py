@@ -31,9 +31,8 @@ from loopscope.experiments.conditions import (
 )
 from loopscope.experiments.documents import GridRecord, RecipeRecord
 from loopscope.experiments.rows import Layout, RowSpec, Say, first_difference, in_steps, locked
-from loopscope.files import Problems, read_as
+from loopscope.files import Problems, read_as, write_atomically, write_json
 from loopscope.presets import preset
-from loopscope.runs import write_atomically, write_json
 
 FLAGS = frozenset({"size", "steps", "data", "valid", "test_data", "eval_tokens"})
 """Fields that `loopscope reproduce` has a flag for."""

@@ -14,9 +14,9 @@ from loopscope.config import config_to_dict
 from loopscope.errors import RunError
 from loopscope.experiments.probe import has_probe, told_problems
 from loopscope.experiments.rows import RowSpec, first_difference
-from loopscope.files import Problems, parse_line, read_as, read_json
+from loopscope.files import Problems, parse_line, read_as, read_json, write_json
 from loopscope.readings import Audit, CalibratedHalting, Logged, RowRecord, RowState, last_logged
-from loopscope.runs import RunFolder, write_json
+from loopscope.runs import RunFolder
 from loopscope.scores import Evaluation
 
 EXIT_GIVEN_UP = 65

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from loopscope.errors import RunError
-from loopscope.files import Part, Problems, read_as, without_nan
-from loopscope.runs import write_json
+from loopscope.files import Part, Problems, read_as, without_nan, write_json
 from loopscope.scores import Split
 
 SCHEMA_VERSION = 1

@@ -21,9 +21,8 @@ from loopscope.experiments.grid import Request, add_request, lay_out
 from loopscope.experiments.ouro_record import AS_IT_IS, FILE, REMOVED, Asked, OuroRecord
 from loopscope.experiments.rows import Layout, RowSpec, Say
 from loopscope.experiments.tables import Table
-from loopscope.files import read_as, without_nan
+from loopscope.files import read_as, without_nan, write_json
 from loopscope.presets import preset
-from loopscope.runs import write_json
 
 FINEWEB = "hf:HuggingFaceFW/fineweb:sample-10BT"
 TOKENS_PER_DOCUMENT = 400

@@ -13,7 +13,7 @@ from loopscope.experiments.documents import ClaimsRecord
 from loopscope.experiments.grid import read_grid, update_differences
 from loopscope.experiments.results import Results, read_results
 from loopscope.experiments.tables import all_tables, depths_csv
-from loopscope.runs import write_atomically, write_json
+from loopscope.files import write_atomically, write_json
 
 
 def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, ClaimsRecord]:

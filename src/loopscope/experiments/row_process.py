@@ -47,9 +47,10 @@ from loopscope.experiments.ledger import (
 )
 from loopscope.experiments.probe import AUDITS, PROBE, has_probe, told_problems
 from loopscope.experiments.rows import EXTRA_LOOPS, RowSpec
+from loopscope.files import folder_written_whole, write_json
 from loopscope.machine import limit_cpu_isa
 from loopscope.readings import CalibratedHalting, RowRecord
-from loopscope.runs import RunFolder, folder_written_whole, write_json
+from loopscope.runs import RunFolder
 from loopscope.scores import Evaluation
 
 if TYPE_CHECKING:

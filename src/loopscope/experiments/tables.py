@@ -26,6 +26,7 @@ from loopscope.experiments.documents import (
 )
 from loopscope.experiments.evidence import INVARIANT, is_adaptive, saved_interval
 from loopscope.experiments.results import Results, View, deviation, mean, shown
+from loopscope.files import write_atomically
 from loopscope.readings import (
     CHANCE,
     Audit,
@@ -40,7 +41,6 @@ from loopscope.readings import (
     perplexity_at,
     radial_clamps,
 )
-from loopscope.runs import write_atomically
 
 NOTHING = 1e-9
 """A spread this small against its mean is rounding."""

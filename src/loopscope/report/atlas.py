@@ -21,12 +21,12 @@ from loopscope.experiments.atlas_properties import (
     free_range_and_growth,
 )
 from loopscope.experiments.atlas_record import FAR, AtlasRecord, Audited, Described, Entry, Setting, collect
+from loopscope.files import write_atomically
 from loopscope.readings import FURTHEST, driven_by_training, in_fold
 from loopscope.report.charts import Table, plain
 from loopscope.report.drawing import Mark, lines, scatter, standalone_scatter
 from loopscope.report.page import HERE, content_policy, environment
 from loopscope.report.sections import VERDICTS
-from loopscope.runs import write_atomically
 
 PAGE = "atlas.html"
 X_TITLE, Y_TITLE = "free range of the freest variable", f"growth of ‖h‖ to {FAR} loops"

@@ -20,12 +20,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from loopscope.errors import ConfigError, UnsupportedError
+from loopscope.files import write_atomically
 from loopscope.report import figures, sections
 from loopscope.report.charts import Chart, plain
 from loopscope.report.grouping import Group, compare, group_runs
 from loopscope.report.inputs import Inputs, read_inputs
 from loopscope.report.verdict import Verdict, judge
-from loopscope.runs import write_atomically
 
 HERE = Path(__file__).parent
 

@@ -34,8 +34,18 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from loopscope.errors import RunError
-from loopscope.files import NULL, NUMBER, Form, Problems, first_misfit, is_count, open_file, read_json, without_nan
-from loopscope.runs import folder_written_whole
+from loopscope.files import (
+    NULL,
+    NUMBER,
+    Form,
+    Problems,
+    first_misfit,
+    folder_written_whole,
+    is_count,
+    open_file,
+    read_json,
+    without_nan,
+)
 from loopscope.training.distributed import Ranks
 from loopscope.training.optimizers import Optimizers
 

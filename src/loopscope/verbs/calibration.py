@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from loopscope.errors import ConfigError
-from loopscope.files import read_as
+from loopscope.files import read_as, write_json
 from loopscope.inference.calibration import (
     CLIP,
     alike,
@@ -53,7 +53,6 @@ from loopscope.inference.speed import DECODE, time_depths
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import Cached, ExitGate, LoopedModel, ProjectedKeys, run_loops
 from loopscope.readings import Audit
-from loopscope.runs import write_json
 from loopscope.scores import HALVED
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.text import Say, with_tokenizer

@@ -22,10 +22,10 @@ from loopscope.adapters.native import MODEL_TYPE, PREFIX, config_of, own_tensors
 from loopscope.config import Config, ModelConfig, ObjectiveConfig
 from loopscope.data.tokenizers import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer
 from loopscope.errors import ConfigError, RunError, UnsupportedError
-from loopscope.files import MOST_JSON_BYTES, read_bytes, without_nan
+from loopscope.files import MOST_JSON_BYTES, folder_written_whole, read_bytes, without_nan
 from loopscope.machine import own_version, versions
 from loopscope.model.looped_lm import LoopedLM
-from loopscope.runs import RunFolder, folder_written_whole
+from loopscope.runs import RunFolder
 from loopscope.targets import Opened, open_target
 from loopscope.training import checkpoint
 from loopscope.training.session import read_data_record

@@ -20,7 +20,7 @@ from loopscope.data.packing import SplitTokens
 from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
-from loopscope.files import read_as
+from loopscope.files import read_as, write_json
 from loopscope.inference.decoding import Limits, decode
 from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text, parse_halting
 from loopscope.inference.policy_costs import policy_costs
@@ -28,7 +28,6 @@ from loopscope.inference.speculation import Speculator
 from loopscope.inference.speed import DECODE, Way, time_depths
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import Cached, LoopedModel, run_loops
-from loopscope.runs import write_json
 from loopscope.scores import Beyond, CacheTable, Evaluation, HaltedScore, Split, Timing, beyond
 from loopscope.targets import Batch, Opened, open_target
 from loopscope.training.plan import check_logits

@@ -14,8 +14,7 @@ from loopscope.auditing.result import AuditResult
 from loopscope.auditing.survey import AuditOptions
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
 from loopscope.errors import ConfigError, NotFiniteError, RunError
-from loopscope.files import without_nan
-from loopscope.runs import write_json
+from loopscope.files import without_nan, write_json
 from loopscope.scores import Split
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.audits import audit
