@@ -121,7 +121,7 @@ def test_every_way_of_starting_one_would_be_seen(code):
 
 # --- cli parses, calls one function, prints --------------------------------------------------------------------------
 
-FUNCTIONS = ("loopscope.verbs.", "loopscope.experiments.", "loopscope.report.", "loopscope.training.plan")
+FUNCTIONS = ("loopscope.verbs.", "loopscope.experiments.", "loopscope.show.", "loopscope.training.plan")
 """Where the functions under the verbs live."""
 
 

@@ -178,7 +178,7 @@ def test_a_page_loads_nothing_from_elsewhere(tmp_path, capsys):
     sys.path.insert(0, str(Path(__file__).parent / "report"))
     from report_samples import write_run
 
-    from loopscope.report.page import build_report
+    from loopscope.show.page import build_report
 
     html = build_report([write_run(tmp_path / "run")]).html
     ours = re.sub(r"<script[^>]*>.*?</script>", "", html, flags=re.DOTALL)  # plotly itself names addresses

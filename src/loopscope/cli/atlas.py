@@ -86,7 +86,7 @@ examples:
     def run(self) -> int:
         """Run what is not finished, then write what was found, and print it."""
         check_sources(self.data or ())
-        from loopscope.report.atlas import publish
+        from loopscope.show.atlas import publish
 
         request = self._request()
         if not self.rebuild:

@@ -80,7 +80,7 @@ examples:
 
     def _write_page(self) -> Path | None:
         """report.html, where what draws it is installed."""
-        from loopscope.report.page import write_report
+        from loopscope.show.page import write_report
 
         page = self.out / "report.html"
         try:
@@ -93,7 +93,7 @@ examples:
     def _print(self, results: Results, found: Sequence[Run], page: Path | None) -> None:
         from loopscope.experiments.conditions import CORE
         from loopscope.experiments.quickstart import conclusion
-        from loopscope.report.verdict import verdict_on
+        from loopscope.show.verdict import verdict_on
 
         if self.json:
             conditions = [

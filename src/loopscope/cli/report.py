@@ -43,7 +43,7 @@ examples:
 
     def run(self) -> int:
         """Build the page, write it, and say what it says first."""
-        from loopscope.report.page import write_report
+        from loopscope.show.page import write_report
 
         page = write_report(self.runs, self.out, self.title)
         size = self.out.stat().st_size

@@ -60,7 +60,7 @@ examples:
 
     def run(self) -> int:
         """Read the runs, fit, write and print."""
-        from loopscope.report.inputs import read_inputs
+        from loopscope.show.inputs import read_inputs
 
         runs = read_inputs(self.runs).runs
         from loopscope.experiments.scaling import check_identifiable, scaling

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loopscope.readings import Run
-from loopscope.report.grouping import ABSENT, Group
+from loopscope.show.grouping import ABSENT, Group
 
 MOST_POINTS = 300
 """Points of a line; a longer one keeps first, last, and the extremes between."""

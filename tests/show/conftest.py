@@ -10,7 +10,7 @@ import pytest
 from browsing import ARGUMENTS, CHROMIUM, WAIT, Tab
 from report_samples import write_reproduction, write_run
 
-from loopscope.report.page import build_report
+from loopscope.show.page import build_report
 
 
 @pytest.fixture

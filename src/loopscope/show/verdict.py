@@ -21,10 +21,10 @@ from loopscope.readings import (
     hides_scale,
     in_fold,
 )
-from loopscope.report.charts import plain, signed
-from loopscope.report.grouping import Group, group_runs
-from loopscope.report.sections import AuditView, ClaimTable, audit_views
-from loopscope.report.series import each_run
+from loopscope.show.charts import plain, signed
+from loopscope.show.grouping import Group, group_runs
+from loopscope.show.sections import AuditView, ClaimTable, audit_views
+from loopscope.show.series import each_run
 
 PER_LOOP, TERMINAL, NORMED, RAW = "per-loop", "terminal", "RMSNorm", "raw"
 SMALL = 0.1

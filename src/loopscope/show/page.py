@@ -21,11 +21,11 @@ from markupsafe import Markup
 
 from loopscope.errors import ConfigError, UnsupportedError
 from loopscope.files import write_atomically
-from loopscope.report import figures, sections
-from loopscope.report.charts import Chart, plain
-from loopscope.report.grouping import Group, compare, group_runs
-from loopscope.report.inputs import Inputs, read_inputs
-from loopscope.report.verdict import Verdict, judge
+from loopscope.show import figures, sections
+from loopscope.show.charts import Chart, plain
+from loopscope.show.grouping import Group, compare, group_runs
+from loopscope.show.inputs import Inputs, read_inputs
+from loopscope.show.verdict import Verdict, judge
 
 HERE = Path(__file__).parent
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopscope.readings import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, SATURATED_LOGIT, Run, exit_failure, final_norm
-from loopscope.report.charts import (
+from loopscope.show.charts import (
     Axis,
     Chart,
     Line,
@@ -21,8 +21,8 @@ from loopscope.report.charts import (
     plain,
     values_of,
 )
-from loopscope.report.grouping import Group
-from loopscope.report.series import (
+from loopscope.show.grouping import Group
+from loopscope.show.series import (
     OfDepth,
     alphas,
     at_depths,

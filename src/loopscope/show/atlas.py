@@ -23,10 +23,10 @@ from loopscope.experiments.atlas_properties import (
 from loopscope.experiments.atlas_record import FAR, AtlasRecord, Audited, Described, Entry, Setting, collect
 from loopscope.files import write_atomically
 from loopscope.readings import FURTHEST, driven_by_training, in_fold
-from loopscope.report.charts import Table, plain
-from loopscope.report.drawing import Mark, lines, scatter, standalone_scatter
-from loopscope.report.page import HERE, content_policy, environment
-from loopscope.report.sections import VERDICTS
+from loopscope.show.charts import Table, plain
+from loopscope.show.drawing import Mark, lines, scatter, standalone_scatter
+from loopscope.show.page import HERE, content_policy, environment
+from loopscope.show.sections import VERDICTS
 
 PAGE = "atlas.html"
 X_TITLE, Y_TITLE = "free range of the freest variable", f"growth of ‖h‖ to {FAR} loops"

@@ -12,7 +12,7 @@ from browsing import Tab, needs_chromium
 from report_samples import write_reproduction, write_run
 
 from loopscope.experiments.conditions import CONDITIONS
-from loopscope.report.page import write_report
+from loopscope.show.page import write_report
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 pytestmark = needs_chromium

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from loopscope.readings import AuditedLoop, Logged, Run, alpha_changes, shares_by_loop
-from loopscope.report.charts import Line, Table, plain
-from loopscope.report.grouping import Group
+from loopscope.show.charts import Line, Table, plain
+from loopscope.show.grouping import Group
 from loopscope.scores import Depth, Split
 
 Points = list[tuple[float, float | None]]

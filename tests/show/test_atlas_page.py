@@ -16,8 +16,8 @@ from browsing import Tab, needs_chromium
 
 from loopscope.designs import DESIGNS
 from loopscope.experiments.atlas_properties import PROPERTIES
-from loopscope.report.atlas import headlines, marks_of, publish, render
-from loopscope.report.drawing import LINE, Mark, lines, scatter, spread, standalone_scatter
+from loopscope.show.atlas import headlines, marks_of, publish, render
+from loopscope.show.drawing import LINE, Mark, lines, scatter, spread, standalone_scatter
 
 NAMES = list(DESIGNS)
 

@@ -27,11 +27,11 @@ from loopscope.cli.report import Report
 from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedError
 from loopscope.files import read_yaml, write_json
 from loopscope.readings import exit_failure, final_norm
-from loopscope.report import page as build
-from loopscope.report.charts import Axis, log_ticks, plain, signed, signed_ticks, thin
-from loopscope.report.grouping import compare, group_runs
-from loopscope.report.inputs import Inputs, read_inputs
-from loopscope.report.page import build_report, render, write_report
+from loopscope.show import page as build
+from loopscope.show.charts import Axis, log_ticks, plain, signed, signed_ticks, thin
+from loopscope.show.grouping import compare, group_runs
+from loopscope.show.inputs import Inputs, read_inputs
+from loopscope.show.page import build_report, render, write_report
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_twenty_five_runs_stay_below_eight_megabytes(tmp_path, plotly):
 
 def test_building_a_page_does_not_import_torch(reproduction):
     code = (
-        "import sys, pathlib; from loopscope.report.page import build_report; "
+        "import sys, pathlib; from loopscope.show.page import build_report; "
         f"build_report([pathlib.Path({str(reproduction)!r})]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

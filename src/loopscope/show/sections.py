@@ -13,9 +13,9 @@ import yaml
 from loopscope.experiments.documents import FAILS, HOLDS, Judgement, Measured, Reproduction
 from loopscope.files import number, setting, words
 from loopscope.readings import Audit, Event, Push, Run, Variable, driven_by_training, free_to_grow, in_fold, percent
-from loopscope.report.charts import Table, plain, signed
-from loopscope.report.grouping import ABSENT, Group
-from loopscope.report.series import each_run
+from loopscope.show.charts import Table, plain, signed
+from loopscope.show.grouping import ABSENT, Group
+from loopscope.show.series import each_run
 
 MOST_EVENTS = 20
 MOST_DEPTHS = 32
