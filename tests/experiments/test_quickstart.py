@@ -17,8 +17,8 @@ from loopscope.experiments.conditions import CONDITIONS, CORE
 from loopscope.experiments.quickstart import conclusion, corners, make_request
 from loopscope.experiments.results import read_results
 from loopscope.readings import CLEAR, Run
-from loopscope.show.verdict import verdict_on
 from loopscope.runs import RunFolder
+from loopscope.show.verdict import verdict_on
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from loopscope.experiments.publication import publish
 from loopscope.experiments.results import read_results
 from loopscope.experiments.tables import ONLY_FACTORS, Table, all_tables, depths_csv, escape_latex
 from loopscope.readings import read_run
-from loopscope.show.verdict import verdict_on
 from loopscope.runs import RunFolder
+from loopscope.show.verdict import verdict_on
 
 
 @pytest.fixture

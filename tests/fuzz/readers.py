@@ -53,9 +53,9 @@ from loopscope.files import read_as, write_json
 from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
+from loopscope.runs import RunFolder
 from loopscope.show.atlas import render
 from loopscope.show.page import build_report
-from loopscope.runs import RunFolder
 from loopscope.targets import open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from loopscope.readings import AuditedLoop, Logged, Run, alpha_changes, shares_by_loop
+from loopscope.scores import Depth, Split
 from loopscope.show.charts import Line, Table, plain
 from loopscope.show.grouping import Group
-from loopscope.scores import Depth, Split
 
 Points = list[tuple[float, float | None]]
 OfDepth = Callable[[Depth], float | None]
