@@ -41,7 +41,7 @@ from torch import Tensor
 
 import loopscope as ls
 from loopscope.auditing.drift import drift
-from loopscope.auditing.push import FAR, PushOptions, push
+from loopscope.auditing.push import PushOptions, push
 from loopscope.auditing.trial import Recipe, Size, TrialObjective, log_size, size_along
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import PAPER_PENALTY, Config, ModelConfig, config_to_dict
@@ -52,6 +52,7 @@ from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.objectives.terms import terms_of
 from loopscope.protocol import Cache, LoopState
+from loopscope.results.thresholds import RAN
 from loopscope.training.optimizers import Optimizers, clip_gradients, learning_rate
 from side_by_side import machine
 
@@ -311,7 +312,7 @@ class Outcome:
     @property
     def ran(self) -> bool:
         """Whether ordinary training ran away with it."""
-        return max(self.peak, self.final) >= FAR
+        return max(self.peak, self.final) >= RAN
 
 
 def outcomes(out: Path) -> Iterator[Outcome]:
@@ -414,7 +415,7 @@ def report(out: Path) -> int:
             "yes" if each.ran else "",
         )
         print(f"| {' | '.join(cells)} |")
-    far, ran = (lambda each: each.pushed >= FAR), (lambda each: each.ran)
+    far, ran = (lambda each: each.pushed >= RAN), (lambda each: each.ran)
     ranges = [min(each.free_range, 1e6) for each in rows]
     pushed = rank_correlation(ranges, [each.pushed for each in rows])
     scores = {

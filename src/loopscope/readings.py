@@ -13,24 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from loopscope.files import Part, Problems, integer, mapping, note_misfits, read_as, read_json, read_lines, read_yaml
+from loopscope.results.thresholds import FURTHEST, HIDDEN_SHARE, NOTICED, TENFOLD
 from loopscope.scores import Depth, Evaluation, Split
 
-NOTICED = 0.01
-"""Nats per token that count as noticed by an objective: 1 % of perplexity."""
-TENFOLD = 10.0
-"""A variable that may run so far before the objective notices is free."""
-FURTHEST = 1e6
-"""Free ranges from this on are called unlimited."""
-HIDDEN_SHARE = 1e-3
-"""A radial gradient share below this at every supervised loop means that no cross-entropy controls the scale."""
-CHANCE = 0.8
-"""Median |cos| of two directions picked by chance, times √width."""
-CLEAR = 10.0
-"""Ratio of norms from which a contrast speaks for itself: the rule of claim C1."""
-LINEAR_BELOW = 0.1
-"""Nats: exit failures are drawn and compared on an axis that is about linear below this (Figure 1 of the paper)."""
-SATURATED_LOGIT = math.log(999)
-"""|logit| from which a probability is within 0.001 of 0 or 1, and the gradient of a loss a 250th of that at 1/2."""
 GUARDED = ("skip", "rolled-back")
 """Events by which a guard changes a run."""
 CLAMPS_BEFORE_THE_FIELD = ("radial clamp: growth removed", "radial clamp: frozen at loop 1")

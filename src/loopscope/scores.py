@@ -11,22 +11,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from loopscope.files import Part, without_nan
+from loopscope.results.thresholds import BROKEN, CERTAIN, HALVED, NOTICED
 
 SCHEMA_VERSION = 1
 SPLITS = ("valid", "test")
 """Splits that are scored, in the order they are shown: choices are made on the first."""
 MOST_PERPLEXITY_CE = 700.0
 """Nats above which exp(CE) is not a number any more."""
-NOTICED = 0.01
-"""Nats per token from which two scores of one model on the same tokens differ: 1 % of perplexity, as in the audit."""
-BROKEN = 0.1
-"""Nats per token above the trained depth from which a depth is broken: 10 % of perplexity, ten times what is noticed.
-No user would pay for loops that cost so much; what lies between is worse and may still be wanted for another reason."""
-CERTAIN = 2.0
-"""Standard errors by which a cost must keep off `NOTICED` to be called safe or unsafe."""
-HALVED = 0.5
-"""A ratio of last to first up to which a loop's motion dies down; its inverse is where a scale drifts. Of four loops, a
-fixed point that is approached at a rate of 0.7 a loop halves its steps; one that stands at 0.9 does not settle."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import loopscope as ls
-from loopscope.auditing.drift import DRIVEN_FROM, affordable, drift
+from loopscope.auditing.drift import affordable, drift
 from loopscope.auditing.push import PushOptions, push
 from loopscope.auditing.trial import FLOOR, Recipe, Trial, TrialObjective, log_size, size_along, size_within
 from loopscope.auditing.visibility import FIELDS, mean_field, scale_field
@@ -20,6 +20,7 @@ from loopscope.errors import ConfigError, DataError, UnsupportedError
 from loopscope.objectives.terms import terms_of
 from loopscope.protocol import LoopState, LoopTrace, run_loops
 from loopscope.readings import percent
+from loopscope.results.thresholds import DRIVEN_FROM
 
 VOCAB, LENGTH = 64, 24
 SCALE = {"scale": size_along(scale_field)}

@@ -16,7 +16,8 @@ from loopscope.experiments.claims import judge_all
 from loopscope.experiments.conditions import CONDITIONS, CORE
 from loopscope.experiments.quickstart import conclusion, corners, make_request
 from loopscope.experiments.results import read_results
-from loopscope.readings import CLEAR, Run
+from loopscope.readings import Run
+from loopscope.results.thresholds import CLEAR
 from loopscope.runs import RunFolder
 from loopscope.show.verdict import verdict_on
 

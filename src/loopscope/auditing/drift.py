@@ -32,11 +32,10 @@ from loopscope.errors import ConfigError
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import LoopedModel
 from loopscope.readings import driven_by_training
+from loopscope.results.thresholds import DRIVEN_FROM
 
 TRIALS, STEPS = 4, 8
 """Fewer trials know no spread, fewer steps no direction; 32 steps of a few hundred tokens cost about one of a run."""
-DRIVEN_FROM = 0.01
-"""Share per step from which a variable is driven."""
 AFFORDABLE_BYTES = 1 << 30
 """Weights up to this size in float32; a trial holds a copy of them, their gradients, and Adam's two averages."""
 CERTAIN = 3.0

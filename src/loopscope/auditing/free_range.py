@@ -34,7 +34,7 @@ from loopscope.auditing.visibility import Field
 from loopscope.objectives.placement import exit_distribution
 from loopscope.objectives.terms import Pass, Term
 from loopscope.protocol import ExitGate, LinearReadout, LoopedModel, LoopState, LoopTrace
-from loopscope.readings import FURTHEST, NOTICED
+from loopscope.results.thresholds import FURTHEST, NOTICED
 
 PER_DECADE = 4
 """Factors α − 1 per decade, from 0.01 to the furthest; between them the crossing is interpolated."""

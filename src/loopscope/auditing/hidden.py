@@ -31,7 +31,7 @@ from loopscope.auditing.window import NOISE, Window, Windows
 from loopscope.errors import ProtocolError
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LinearReadout, LoopedModel
-from loopscope.readings import NOTICED
+from loopscope.results.thresholds import NOTICED
 
 LENGTHS = 10.0
 """A direction that can run this many lengths of the state before the objective notices is hidden."""

@@ -32,10 +32,9 @@ from loopscope.errors import ConfigError, DataError, LoopscopeError, Unsupported
 from loopscope.files import without_nan
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import LoopedModel
+from loopscope.results.thresholds import RAN
 
 SCHEMA_VERSION = 1
-FAR = 5.0
-"""Times the twin's size from which a variable has run: in the same steps a raw readout lets a scale go twofold."""
 LAST = 10
 """Steps at the end over which sizes and costs are averaged."""
 
@@ -87,7 +86,7 @@ class Push:
     @property
     def is_far(self) -> bool:
         """Whether it ran away."""
-        return self.growth >= FAR
+        return self.growth >= RAN
 
     def sentence(self) -> str:
         """What happened to it, for a reader."""

@@ -19,7 +19,8 @@ from loopscope.auditing.hidden import HIDDEN
 from loopscope.auditing.result import BlindDirections, Variable
 from loopscope.auditing.search import CLASSES, PUBLIC, FieldFinding, StateFindings, median_dimension
 from loopscope.config import PAPER_PENALTY
-from loopscope.readings import FURTHEST, free_to_grow, in_fold
+from loopscope.readings import free_to_grow, in_fold
+from loopscope.results.thresholds import FURTHEST, WEAKLY_HELD
 
 SEVERITY = ("visible", "weak", "removed", "damped", "inert", "memory", "blind")
 """From harmless to alarm; over loops the last one counts."""
@@ -31,8 +32,6 @@ BY_CHANCE = 4
 """…if that is so many times what a random direction would have."""
 HARMLESS = ("removed", "unreachable", "damped", "inert", "memory")
 """Classes whose directions are hidden and need no answer."""
-WEAK_RANGE = 3.0
-"""A variable that is free threefold is held, but weakly."""
 PRINCIPAL_COMPONENTS = 4
 
 REMEDIES: dict[str, tuple[str, str | None]] = {
@@ -280,7 +279,7 @@ def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variabl
     by_loop = {}
     for k in findings[0]:
         if not ranges.is_free(k):
-            by_loop[k] = "weak" if ranges.median[k] >= WEAK_RANGE else "visible"
+            by_loop[k] = "weak" if ranges.median[k] >= WEAKLY_HELD else "visible"
             continue
         fates = Counter(one[k].fields[name].fate for one in findings)
         by_loop[k] = max(fates, key=lambda fate: (fates[fate], SEVERITY.index(fate)))

@@ -14,7 +14,8 @@ from typing import Literal
 from loopscope.experiments.atlas_record import FAR, AtlasRecord, Audited, Entry, Setting
 from loopscope.experiments.results import shown
 from loopscope.experiments.tables import Table
-from loopscope.readings import TENFOLD, Variable, in_fold
+from loopscope.readings import Variable, in_fold
+from loopscope.results.thresholds import TENFOLD
 
 Tone = Literal["good", "bad", "open", ""]
 NOT_MEASURED = "–"

@@ -19,7 +19,8 @@ from loopscope.errors import RunError
 from loopscope.experiments.probe import Probe, read_probe
 from loopscope.files import Part, Problems, read_as, without_nan, write_json
 from loopscope.machine import git_state, versions
-from loopscope.readings import FURTHEST, Audit, Run, Variable, read_run
+from loopscope.readings import Audit, Run, Variable, read_run
+from loopscope.results.thresholds import FURTHEST
 from loopscope.scores import Beyond, Split, beyond
 
 SCHEMA_VERSION = 1

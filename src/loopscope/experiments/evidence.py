@@ -17,8 +17,6 @@ import numpy as np
 from loopscope.experiments.documents import Measured
 from loopscope.experiments.results import View, shown
 from loopscope.readings import (
-    CLEAR,
-    LINEAR_BELOW,
     AuditedLoop,
     Run,
     alpha_range,
@@ -31,6 +29,7 @@ from loopscope.readings import (
     radial_clamps,
     unigram_gain,
 )
+from loopscope.results.thresholds import CLEAR, LINEAR_BELOW
 
 RMSNORM, RAW, PENALTY = "per-loop+rmsnorm", "per-loop+raw", "per-loop+penalty"
 CORNERS = ("terminal+rmsnorm", "terminal+raw", RMSNORM, RAW)

@@ -23,17 +23,8 @@ from loopscope.experiments.evidence import ROLLOUT, symlog, unsymlog
 from loopscope.experiments.ouro_record import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord
 from loopscope.experiments.results import Results, View, mean
 from loopscope.files import file_written_whole
-from loopscope.readings import (
-    SATURATED_LOGIT,
-    AuditedLoop,
-    Gate,
-    Measure,
-    Run,
-    alpha_changes,
-    exit_failure,
-    final_norm,
-    perplexity_at,
-)
+from loopscope.readings import AuditedLoop, Gate, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
+from loopscope.results.thresholds import SATURATED_LOGIT
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
 STYLES: dict[str, tuple[str, str]] = {

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from loopscope.experiments.conditions import CONDITIONS, CORE
 from loopscope.experiments.grid import Request
 from loopscope.experiments.results import Results
-from loopscope.readings import CLEAR, Run, final_norm
+from loopscope.readings import Run, final_norm
+from loopscope.results.thresholds import CLEAR
 
 EVAL_TOKENS = 16_384
 """Validation tokens of each row's scores."""

@@ -28,7 +28,6 @@ from loopscope.experiments.evidence import INVARIANT, is_adaptive, saved_interva
 from loopscope.experiments.results import Results, View, deviation, mean, shown
 from loopscope.files import write_atomically
 from loopscope.readings import (
-    CHANCE,
     Audit,
     AuditedLoop,
     Measure,
@@ -41,6 +40,7 @@ from loopscope.readings import (
     perplexity_at,
     radial_clamps,
 )
+from loopscope.results.thresholds import CHANCE
 
 NOTHING = 1e-9
 """A spread this small against its mean is rounding."""

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from loopscope.inference.halting import Look, Rule
 from loopscope.protocol import LoopedModel, run_loops
-from loopscope.readings import SATURATED_LOGIT
+from loopscope.results.thresholds import SATURATED_LOGIT
 
 Reads = Literal["h", "norm(h)"]
 READS: tuple[Reads, ...] = get_args(Reads)

@@ -22,7 +22,8 @@ from loopscope.experiments.atlas_properties import (
 )
 from loopscope.experiments.atlas_record import FAR, AtlasRecord, Audited, Described, Entry, Setting, collect
 from loopscope.files import write_atomically
-from loopscope.readings import FURTHEST, driven_by_training, in_fold
+from loopscope.readings import driven_by_training, in_fold
+from loopscope.results.thresholds import FURTHEST
 from loopscope.show.charts import Table, plain
 from loopscope.show.drawing import Mark, lines, scatter, standalone_scatter
 from loopscope.show.page import HERE, content_policy, environment

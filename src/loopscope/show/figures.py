@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from loopscope.readings import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, SATURATED_LOGIT, Run, exit_failure, final_norm
+from loopscope.readings import Run, exit_failure, final_norm
+from loopscope.results.thresholds import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, SATURATED_LOGIT
 from loopscope.show.charts import (
     Axis,
     Chart,

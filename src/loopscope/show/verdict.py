@@ -10,8 +10,6 @@ from typing import Literal
 
 from loopscope.experiments.documents import TOO_EARLY, Reproduction
 from loopscope.readings import (
-    CLEAR,
-    FURTHEST,
     Run,
     Variable,
     driven_by_training,
@@ -21,6 +19,7 @@ from loopscope.readings import (
     hides_scale,
     in_fold,
 )
+from loopscope.results.thresholds import CLEAR, FURTHEST
 from loopscope.show.charts import plain, signed
 from loopscope.show.grouping import Group, group_runs
 from loopscope.show.sections import AuditView, ClaimTable, audit_views

@@ -53,7 +53,7 @@ from loopscope.inference.speed import DECODE, time_depths
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import Cached, ExitGate, LoopedModel, ProjectedKeys, run_loops
 from loopscope.readings import Audit
-from loopscope.scores import HALVED
+from loopscope.results.thresholds import HALVED
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.text import Say, with_tokenizer
 from loopscope.verbs.units import UNIT_TOKENS, Homes, Unit, UnitText, dealt, units_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from loopscope.auditing.audit import Supervised
-from loopscope.auditing.push import FAR, Progress, PushOptions, PushResult
+from loopscope.auditing.push import Progress, PushOptions, PushResult
 from loopscope.auditing.push import push as push_model
 from loopscope.auditing.result import AuditResult
 from loopscope.auditing.trial import Recipe, Size, TrialObjective, size_along, trainable
@@ -22,6 +22,7 @@ from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, suggest
 from loopscope.objectives.terms import Term, terms_of
 from loopscope.protocol import LoopedModel
+from loopscope.results.thresholds import RAN
 from loopscope.targets import Batch, Opened, open_target
 from loopscope.verbs.audits import RANDOM_LENGTH, RANDOM_ROWS
 from loopscope.verbs.text import Say, tokens_for, with_tokenizer
@@ -139,6 +140,6 @@ def with_push(audited: AuditResult, pushed: PushResult) -> AuditResult:
         if verdict in ("visible", "weak") and push.is_far:
             notes.append(
                 f"{push.name} is called {verdict} at these weights, but weights that follow a reward let it go "
-                f"{push.growth:.3g}-fold for {push.paid:.2g} nats (the limit is {FAR:g})"
+                f"{push.growth:.3g}-fold for {push.paid:.2g} nats (the limit is {RAN:g})"
             )
     return replace(audited, push=pushed, checks={**audited.checks, "notes": notes})
