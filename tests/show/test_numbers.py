@@ -5,7 +5,17 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopscope.show.numbers import brief, fold, mean_deviation, padded, percent, plain, signed, signed_mean_deviation, span
+from loopscope.show.numbers import (
+    brief,
+    fold,
+    mean_deviation,
+    padded,
+    percent,
+    plain,
+    signed,
+    signed_mean_deviation,
+    span,
+)
 
 
 def test_numbers_are_written_for_people():

@@ -15,8 +15,10 @@ from loopscope.show.table import Column, Table, columns, escape_latex
 GOLDEN = Path(__file__).parent / "golden"
 NASTY = Table(
     "50 % of a_b",
-    [Column("a|b", align="right"), Column("<b>PPL</b>", ".2f"), *columns(plain, "‖h‖"), "evidence"]
-    + [Column("ΔCE", partial(signed, decimals=4)), Column("over seeds", mean_deviation)],
+    [
+        *(Column("a|b", align="right"), Column("<b>PPL</b>", ".2f"), *columns(plain, "‖h‖"), "evidence"),
+        *(Column("ΔCE", partial(signed, decimals=4)), Column("over seeds", mean_deviation)),
+    ],
     [
         ["\\input{x} $&# ~^ <>", 12.3456, 39207.4, "‖h‖ ± 1 × 2\nnew", -0.00123, [1.0, 3.0]],
         ['say "hi", you', None, "never", "=1+1 [bold]text[/bold] :smile:", None, []],

@@ -25,7 +25,7 @@ class Column:
 
     name: str
     form: str | Callable[[Any], str] = ""
-    """A format specification (".2f", ","), or a function. A value that is a text stands as it is, whatever this says."""
+    """A format specification (".2f", ","), or a function. A text among its values stands as it is."""
     align: str = ""
     """left or right, on a terminal; without it numbers, which have a form, stand right and texts left."""
 
@@ -87,8 +87,8 @@ class Table:
         """For a terminal; `lines` between rows where cells are long. Nothing is cut: what is too long is folded."""
         from rich.table import Table as RichTable
 
-        about = {"title": self.title or None, "caption": self.note or None}
-        made = RichTable(**about, title_justify="left", caption_justify="left", show_lines=lines)
+        made = RichTable(title=self.title or None, title_justify="left", show_lines=lines)
+        made.caption, made.caption_justify = self.note or None, "left"
         for column in self._columns:
             made.add_column(column.name, justify="right" if column.is_right else "left", overflow="fold")
         for row in self.cells:
