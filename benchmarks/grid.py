@@ -22,10 +22,10 @@ from typing import Literal
 
 import tyro
 
-from loopscope.experiments.backends import Here, usable_cores
-from loopscope.experiments.grid import Request, lay_out
-from loopscope.experiments.ledger import Ledger
-from loopscope.experiments.schedule import Schedule
+from loopscope.rows.backends import Here, usable_cores
+from loopscope.rows.grid import Request, lay_out
+from loopscope.rows.ledger import Ledger
+from loopscope.rows.schedule import Schedule
 from side_by_side import machine
 
 TARGET = 1.6

@@ -47,12 +47,12 @@ from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import PAPER_PENALTY, Config, ModelConfig, config_to_dict
 from loopscope.data.preparation import prepare
 from loopscope.data.stream import TaskStream, TrainingStream, evaluation_batches, training_stream
-from loopscope.experiments.conditions import apply_recipe
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.objectives.terms import terms_of
 from loopscope.protocol import Cache, LoopState
 from loopscope.results.thresholds import RAN
+from loopscope.rows.conditions import apply_recipe
 from loopscope.training.optimizers import Optimizers, clip_gradients, learning_rate
 from side_by_side import machine
 

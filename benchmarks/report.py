@@ -26,8 +26,8 @@ from typing import Any
 import tyro
 
 from loopscope.config import Config, config_to_yaml
-from loopscope.experiments.conditions import CONDITIONS, Condition
 from loopscope.presets import preset
+from loopscope.rows.conditions import CONDITIONS, Condition
 from side_by_side import machine
 
 SECONDS, MEGABYTES = 10.0, 8.0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from loopscope.cli import COMMANDS, Shown, parse
 from loopscope.designs import DESIGNS
-from loopscope.experiments.documents import read_reproduction
-from loopscope.experiments.tables import brief_claims_table
+from loopscope.rows.documents import read_reproduction
+from loopscope.studies.tables import brief_claims_table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "cli.md"

@@ -15,9 +15,9 @@ from loopscope.machine import limit_cpu_isa
 limit_cpu_isa()  # before torch's first product; processes that tests start inherit it
 
 LONGEST_FIRST = (
-    *("experiments/test_backends.py", "training/test_distributed.py", "experiments/test_quickstart.py"),
+    *("rows/test_backends.py", "training/test_distributed.py", "studies/test_quickstart.py"),
     *("test_reproduce_cli.py", "auditing/test_planted.py", "auditing/test_search.py", "test_training_cli.py"),
-    *("training/test_trainer.py", "experiments/test_tables.py", "experiments/test_claims.py", "show/test_page.py"),
+    *("training/test_trainer.py", "studies/test_tables.py", "studies/test_claims.py", "show/test_page.py"),
     *("show/test_browser.py", "test_examples.py", "fuzz/test_fuzz_files.py", "fuzz/test_fuzz_flags.py"),
 )
 """Files that take more than about 20 seconds. A worker takes one file at a time (`make test`), so that a long one which

@@ -69,7 +69,7 @@ def test_every_way_of_importing_it_would_be_seen(code):
 # --- no verb as a process --------------------------------------------------------------------------------------------
 
 STARTERS = {"Popen", "run", "call", "check_call", "check_output", "system", "popen", "execv", "execvp", "spawnv"}
-ROW = "loopscope.experiments.row"
+ROW = "loopscope.rows.process"
 """A row of a grid may be a process of its own."""
 
 
@@ -87,7 +87,7 @@ def starts_a_verb(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         words = command_words(node)
         for before, word in zip(["", *words], words, strict=False):
-            if before == "-m" and word.split(".")[0] == "loopscope" and not word.startswith("loopscope.experiments."):
+            if before == "-m" and word.split(".")[0] == "loopscope" and word != ROW:
                 found.append(f"-m {word}")
             if before == "loopscope" and word in VERBS:
                 found.append(f"loopscope {word}")
@@ -121,7 +121,7 @@ def test_every_way_of_starting_one_would_be_seen(code):
 
 # --- cli parses, calls one function, prints --------------------------------------------------------------------------
 
-FUNCTIONS = ("loopscope.verbs.", "loopscope.experiments.", "loopscope.show.", "loopscope.training.plan")
+FUNCTIONS = ("loopscope.verbs.", "loopscope.rows.", "loopscope.studies.", "loopscope.show.", "loopscope.training.plan")
 """Where the functions under the verbs live."""
 
 

@@ -15,7 +15,7 @@ from test_scaling import grid
 
 from loopscope.cli import VERBS, main, parse
 from loopscope.designs import DESIGNS
-from loopscope.experiments.scaling import scaling
+from loopscope.studies.scaling import scaling
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

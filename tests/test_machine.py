@@ -18,7 +18,7 @@ import loopscope as ls
 from loopscope import machine
 from loopscope.config import TrainingConfig
 from loopscope.errors import UnsupportedError
-from loopscope.experiments.rows import RowSpec
+from loopscope.rows.spec import RowSpec
 from loopscope.training.optimizers import Optimizers
 
 ANNOUNCED = "processor : 0\nmodel name : Xeon (made up)\nflags : fpu avx512_bf16 amx_bf16 amx_tile\n\nprocessor : 1\n"
@@ -233,7 +233,7 @@ def test_help_version_and_mistakes_start_no_child(elsewhere, tmp_path):
 def test_a_row_of_a_grid_limits_itself_before_torch_is_there(elsewhere, tmp_path):
     """A row on a Ray worker runs on another machine than the command line did."""
     script = (
-        "import os, sys; from loopscope.experiments import row_process as row\n"
+        "import os, sys; from loopscope.rows import process as row\n"
         "row.is_complete = lambda *_: print(os.environ['ONEDNN_MAX_CPU_ISA'], 'torch' in sys.modules) or True\n"
         "sys.exit(row.main(*sys.argv[1:]))"
     )

@@ -39,23 +39,23 @@ from loopscope.config import Config, DataConfig, TrainingConfig, config_to_dict,
 from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
 from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
-from loopscope.experiments.atlas_properties import atlas_tables
-from loopscope.experiments.atlas_record import collect
-from loopscope.experiments.claims import judge_all
-from loopscope.experiments.ledger import Ledger
-from loopscope.experiments.ouro_record import OuroRecord
-from loopscope.experiments.ouro_tables import ouro_tables
-from loopscope.experiments.probe import PARTS, has_probe, read_probe
-from loopscope.experiments.results import read_results
-from loopscope.experiments.rows import RowSpec
-from loopscope.experiments.tables import all_tables, depths_csv
 from loopscope.files import read_as, write_json
 from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
+from loopscope.rows.ledger import Ledger
+from loopscope.rows.probe import PARTS, has_probe, read_probe
+from loopscope.rows.spec import RowSpec
 from loopscope.runs import RunFolder
 from loopscope.show.atlas import render
 from loopscope.show.page import build_report
+from loopscope.studies.atlas_properties import atlas_tables
+from loopscope.studies.atlas_record import collect
+from loopscope.studies.claims import judge_all
+from loopscope.studies.ouro_record import OuroRecord
+from loopscope.studies.ouro_tables import ouro_tables
+from loopscope.studies.results import read_results
+from loopscope.studies.tables import all_tables, depths_csv
 from loopscope.targets import open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks

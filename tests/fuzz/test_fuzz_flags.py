@@ -108,9 +108,9 @@ def place(tmp_path_factory) -> Iterator[Path]:
         patch.setattr("loopscope.cli.reproduce.run_rows", reached)
         patch.setattr("loopscope.cli.quickstart.run_rows", reached)
         patch.setattr("loopscope.cli.atlas.run_rows", reached)
-        patch.setattr("loopscope.experiments.scaling.check_identifiable", reached)  # before it says that it fits
+        patch.setattr("loopscope.studies.scaling.check_identifiable", reached)  # before it says that it fits
         patch.setattr("loopscope.cli.ouro.run_rows", reached)
-        patch.setattr("loopscope.experiments.ouro.check_ouro", reached)
+        patch.setattr("loopscope.studies.ouro.check_ouro", reached)
         yield folder
 
 

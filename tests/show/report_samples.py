@@ -21,8 +21,11 @@ from samples import (
 
 from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import config_to_dict
-from loopscope.experiments.conditions import CONDITIONS, apply_recipe
-from loopscope.experiments.documents import (
+from loopscope.files import write_json
+from loopscope.presets import preset
+from loopscope.readings import RowRecord
+from loopscope.rows.conditions import CONDITIONS, apply_recipe
+from loopscope.rows.documents import (
     FAILS,
     HOLDS,
     NOT_MEASURED,
@@ -34,10 +37,7 @@ from loopscope.experiments.documents import (
     PaperValue,
     RecipeRecord,
 )
-from loopscope.experiments.ledger import write_record
-from loopscope.files import write_json
-from loopscope.presets import preset
-from loopscope.readings import RowRecord
+from loopscope.rows.ledger import write_record
 from loopscope.scores import Evaluation
 
 K, WIDTH, ROLLOUT = 4, 64, 30

@@ -15,9 +15,9 @@ from atlas_samples import MODERN, entry, sample_atlas, write_atlas
 from browsing import Tab, needs_chromium
 
 from loopscope.designs import DESIGNS
-from loopscope.experiments.atlas_properties import PROPERTIES
 from loopscope.show.atlas import headlines, marks_of, publish, render
 from loopscope.show.drawing import LINE, Mark, lines, scatter, spread, standalone_scatter
+from loopscope.studies.atlas_properties import PROPERTIES
 
 NAMES = list(DESIGNS)
 

@@ -11,7 +11,7 @@ import pytest
 from browsing import Tab, needs_chromium
 from report_samples import write_reproduction, write_run
 
-from loopscope.experiments.conditions import CONDITIONS
+from loopscope.rows.conditions import CONDITIONS
 from loopscope.show.page import write_report
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")

@@ -14,15 +14,15 @@ from loopscope.cli.terminal import duration, print_json, print_tables, print_wor
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
-from loopscope.experiments.atlas_record import HOPS_STEPS, SEED, STEPS
+from loopscope.studies.atlas_record import HOPS_STEPS, SEED, STEPS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.experiments.atlas import Request
-    from loopscope.experiments.atlas_record import AtlasRecord, Setting
-    from loopscope.experiments.backends import Backend
-    from loopscope.experiments.rows import Layout
+    from loopscope.rows.backends import Backend
+    from loopscope.rows.spec import Layout
+    from loopscope.studies.atlas import Request
+    from loopscope.studies.atlas_record import AtlasRecord, Setting
 
 IN_TERMINAL = ("untrained", "trained", "growth", "far", "motion", "beyond")
 """Columns that fit a terminal; the page has all."""
@@ -107,7 +107,7 @@ examples:
         return EXIT_FINDINGS if failed else EXIT_OK
 
     def _request(self) -> Request:
-        from loopscope.experiments.atlas import Request, parse_designs
+        from loopscope.studies.atlas import Request, parse_designs
 
         return Request(
             designs=parse_designs(self.designs),
@@ -120,10 +120,10 @@ examples:
 
     def _laid_out(self, request: Request) -> Layout:
         """The rows, with a word on how long those that are left will take."""
-        from loopscope.experiments.atlas import laid_out
-        from loopscope.experiments.backends import usable_cores
-        from loopscope.experiments.estimate import total_seconds
-        from loopscope.experiments.ledger import Ledger
+        from loopscope.rows.backends import usable_cores
+        from loopscope.rows.estimate import total_seconds
+        from loopscope.rows.ledger import Ledger
+        from loopscope.studies.atlas import laid_out
 
         layout = laid_out(request, self.out, ["loopscope", *sys.argv[1:]], say)
         ledger = Ledger(layout.out)
@@ -135,7 +135,7 @@ examples:
         return layout
 
     def _backend(self) -> Backend:
-        from loopscope.experiments.backends import make_backend
+        from loopscope.rows.backends import make_backend
 
         return make_backend(self.on, rows_at_once=self.rows_at_once, threads=self.threads, gpus=0, retries=self.retries)
 
@@ -143,7 +143,7 @@ examples:
 def _table(record: AtlasRecord, setting: Setting) -> Table:
     from rich.table import Table
 
-    from loopscope.experiments.atlas_properties import PROPERTIES, cell_of
+    from loopscope.studies.atlas_properties import PROPERTIES, cell_of
 
     columns = [each for each in PROPERTIES if each.key in IN_TERMINAL]
     table = Table("design", title=setting.title, title_justify="left", show_lines=True)

@@ -15,16 +15,16 @@ from loopscope.cli.rows import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_words, progress, say
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, suggest
-from loopscope.experiments.conditions import MOST_SEEDS, OURO_CONDITIONS, OuroSize, choose_seeds
+from loopscope.rows.conditions import MOST_SEEDS, OURO_CONDITIONS, OuroSize, choose_seeds
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from loopscope.experiments.backends import Backend
-    from loopscope.experiments.ouro_training import TrainingRequest
-    from loopscope.experiments.rows import Layout, RowSpec
-    from loopscope.experiments.tables import Table
+    from loopscope.rows.backends import Backend
+    from loopscope.rows.spec import Layout, RowSpec
+    from loopscope.studies.ouro_training import TrainingRequest
+    from loopscope.studies.tables import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ examples:
         """Measure what is not measured yet, and print."""
         check_word(self.target)
         check_sources(self.data or ())
-        from loopscope.experiments.ouro import check_ouro
-        from loopscope.experiments.ouro_record import FAILS, Asked
-        from loopscope.experiments.ouro_tables import conclusion, publish_ouro
+        from loopscope.studies.ouro import check_ouro
+        from loopscope.studies.ouro_record import FAILS, Asked
+        from loopscope.studies.ouro_tables import conclusion, publish_ouro
 
         name = Path(self.target.removeprefix("hf:").replace(":", "-")).name
         out = self.out or Path("runs") / f"ouro-{name}"
@@ -210,7 +210,7 @@ examples:
     def run(self) -> int:
         """Train what is not trained, check what is not checked, and print."""
         check_sources(self.data or ())
-        from loopscope.experiments.ouro_training import checks_asked, laid_out, publish_training
+        from loopscope.studies.ouro_training import checks_asked, laid_out, publish_training
 
         out = self.out or Path("runs") / f"ouro-train-{self.size}"
         specs: dict[str, RowSpec] = {}
@@ -223,7 +223,7 @@ examples:
         try:
             rows = run_rows(lay_out, self._backend, self.retries)
             finished = [row.spec for row in rows if row.state == "finished"]
-            from loopscope.experiments.ouro import check_ouro
+            from loopscope.studies.ouro import check_ouro
 
             for spec in finished:
                 folder = out / "rows" / spec.name
@@ -254,7 +254,7 @@ examples:
         return list(dict.fromkeys(names))
 
     def _request(self) -> TrainingRequest:
-        from loopscope.experiments.ouro_training import TrainingRequest
+        from loopscope.studies.ouro_training import TrainingRequest
 
         return TrainingRequest(
             size=self.size,
@@ -275,7 +275,7 @@ examples:
         )
 
     def _backend(self) -> Backend:
-        from loopscope.experiments.backends import make_backend
+        from loopscope.rows.backends import make_backend
 
         return make_backend(
             "here",

@@ -16,10 +16,10 @@ from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigErr
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.experiments.backends import Backend
-    from loopscope.experiments.results import Results
     from loopscope.readings import Run
+    from loopscope.rows.backends import Backend
     from loopscope.scores import Depth
+    from loopscope.studies.results import Results
 
 RETRIES = 1
 
@@ -56,10 +56,10 @@ examples:
 
     def run(self) -> int:
         """Train, evaluate and audit the four rows, then say what they show."""
-        from loopscope.experiments.backends import make_backend
-        from loopscope.experiments.grid import laid_out
-        from loopscope.experiments.quickstart import corners, make_request
-        from loopscope.experiments.results import read_results
+        from loopscope.rows.backends import make_backend
+        from loopscope.rows.grid import laid_out
+        from loopscope.studies.quickstart import corners, make_request
+        from loopscope.studies.results import read_results
 
         def backend() -> Backend:
             return make_backend("here", rows_at_once=None, threads=1, gpus=0, retries=RETRIES)
@@ -91,9 +91,9 @@ examples:
         return page
 
     def _print(self, results: Results, found: Sequence[Run], page: Path | None) -> None:
-        from loopscope.experiments.conditions import CORE
-        from loopscope.experiments.quickstart import conclusion
+        from loopscope.rows.conditions import CORE
         from loopscope.show.verdict import verdict_on
+        from loopscope.studies.quickstart import conclusion
 
         if self.json:
             conditions = [

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from loopscope.cli.rows import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_words, say
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
-from loopscope.experiments.conditions import CONDITIONS, GROUPS, Recipe, Size, choose_seeds, parse_conditions
+from loopscope.rows.conditions import CONDITIONS, GROUPS, Recipe, Size, choose_seeds, parse_conditions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.experiments.backends import Backend
-    from loopscope.experiments.documents import ClaimsRecord, Judgement
-    from loopscope.experiments.grid import Request
-    from loopscope.experiments.ledger import RowStatus
-    from loopscope.experiments.results import Results
+    from loopscope.rows.backends import Backend
+    from loopscope.rows.documents import ClaimsRecord, Judgement
+    from loopscope.rows.grid import Request
+    from loopscope.rows.ledger import RowStatus
+    from loopscope.studies.results import Results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ Figures 5 to 7 have commands of their own:
 
     def run(self) -> int:
         """Run what is not finished, then judge, and print."""
-        from loopscope.experiments.grid import laid_out
-        from loopscope.experiments.publication import publish
+        from loopscope.rows.grid import laid_out
+        from loopscope.studies.publication import publish
 
         out = self.out or Path("runs") / f"reproduce-{self.size}"
         rows: list[RowStatus] = []
@@ -114,7 +114,7 @@ Figures 5 to 7 have commands of their own:
         return self._report(out, rows, results, claims)
 
     def _backend(self) -> Backend:
-        from loopscope.experiments.backends import make_backend
+        from loopscope.rows.backends import make_backend
 
         return make_backend(
             self.on,
@@ -125,7 +125,7 @@ Figures 5 to 7 have commands of their own:
         )
 
     def _request(self) -> Request:
-        from loopscope.experiments.grid import Request
+        from loopscope.rows.grid import Request
 
         return Request(
             size=self.size,
@@ -141,7 +141,7 @@ Figures 5 to 7 have commands of their own:
         )
 
     def _report(self, out: Path, rows: list[RowStatus], results: Results, claims: ClaimsRecord) -> int:
-        from loopscope.experiments.documents import FAILS
+        from loopscope.rows.documents import FAILS
 
         mine = [claim for claim in claims.claims if self.rebuild or claim.recipe == self.recipe]
         failing = [claim for claim in mine if claim.split == "valid" and claim.verdict == FAILS]
@@ -176,7 +176,7 @@ def _row_json(row: RowStatus) -> dict[str, Any]:
 def _claims_table(claims: list[Judgement], title: str) -> Table:
     from rich.table import Table
 
-    from loopscope.experiments.tables import claims_table
+    from loopscope.studies.tables import claims_table
 
     made = claims_table(claims)
     shown = [column for column, name in enumerate(made.header) if name != "rule"]

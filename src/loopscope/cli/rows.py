@@ -14,16 +14,16 @@ from loopscope.cli.terminal import say
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.experiments.backends import Backend
-    from loopscope.experiments.ledger import Ledger, RowStatus
-    from loopscope.experiments.rows import Layout
-    from loopscope.experiments.schedule import Event, Overview
+    from loopscope.rows.backends import Backend
+    from loopscope.rows.ledger import Ledger, RowStatus
+    from loopscope.rows.schedule import Event, Overview
+    from loopscope.rows.spec import Layout
 
 
 def run_rows(lay_out: Callable[[], Layout], make_backend: Callable[[], Backend], retries: int) -> list[RowStatus]:
     """Run what is not finished. Ctrl-C and SIGTERM let the running rows save and leave as KeyboardInterrupt."""
-    from loopscope.experiments.ledger import Ledger
-    from loopscope.experiments.schedule import Schedule
+    from loopscope.rows.ledger import Ledger
+    from loopscope.rows.schedule import Schedule
 
     with _terminated_like_ctrl_c(), closing(make_backend()) as backend:
         layout = lay_out()

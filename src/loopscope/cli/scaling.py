@@ -15,7 +15,7 @@ from loopscope.errors import EXIT_OK, ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.experiments.scaling import Scaling as Found
+    from loopscope.studies.scaling import Scaling as Found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,9 @@ examples:
         from loopscope.show.inputs import read_inputs
 
         runs = read_inputs(self.runs).runs
-        from loopscope.experiments.scaling import check_identifiable, scaling
-        from loopscope.experiments.scaling_points import points_of
         from loopscope.files import write_json
+        from loopscope.studies.scaling import check_identifiable, scaling
+        from loopscope.studies.scaling_points import points_of
 
         points, left_out = points_of(runs)
         for line in left_out:
@@ -92,7 +92,7 @@ examples:
 
     def _draw(self, found: Found) -> None:
         try:
-            from loopscope.experiments.scaling_figure import draw
+            from loopscope.studies.scaling_figure import draw
         except ImportError as error:
             say(f"no figure: it needs {error.name}; run: pip install 'loopscope[report]'")
             return
@@ -115,7 +115,7 @@ def _fits_table(found: Found) -> Table:
 def _worth_table(found: Found) -> Table:
     from rich.table import Table
 
-    from loopscope.experiments.scaling import interval
+    from loopscope.studies.scaling import interval
 
     table = Table("loop r", title="what the r-th loop is worth, in recurrent parameters", title_justify="left")
     for name in ("r^φ − (r−1)^φ", "95 % interval"):

@@ -12,15 +12,6 @@ from pathlib import Path
 from markupsafe import Markup
 
 from loopscope.designs import DESIGNS
-from loopscope.experiments.atlas_properties import (
-    PROPERTIES,
-    Cell,
-    Property,
-    atlas_tables,
-    cell_of,
-    free_range_and_growth,
-)
-from loopscope.experiments.atlas_record import FAR, AtlasRecord, Audited, Described, Entry, Setting, collect
 from loopscope.files import write_atomically
 from loopscope.readings import driven_by_training, in_fold
 from loopscope.results.thresholds import FURTHEST
@@ -28,6 +19,15 @@ from loopscope.show.charts import Table, plain
 from loopscope.show.drawing import Mark, lines, scatter, standalone_scatter
 from loopscope.show.page import HERE, content_policy, environment
 from loopscope.show.sections import VERDICTS
+from loopscope.studies.atlas_properties import (
+    PROPERTIES,
+    Cell,
+    Property,
+    atlas_tables,
+    cell_of,
+    free_range_and_growth,
+)
+from loopscope.studies.atlas_record import FAR, AtlasRecord, Audited, Described, Entry, Setting, collect
 
 PAGE = "atlas.html"
 X_TITLE, Y_TITLE = "free range of the freest variable", f"growth of ‖h‖ to {FAR} loops"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopscope.config import changes_learning
-from loopscope.experiments.conditions import CONDITIONS, FACTORS, RECIPES
 from loopscope.files import number, setting, words
 from loopscope.readings import Run
+from loopscope.rows.conditions import CONDITIONS, FACTORS, RECIPES
 
 NAMED = {"readout": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "final-only": "final-only norm"}}
 KINDS = {tuple(getattr(condition, name) for name in FACTORS): condition.kind for condition in CONDITIONS.values()}

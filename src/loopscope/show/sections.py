@@ -10,9 +10,9 @@ from pathlib import PurePath
 
 import yaml
 
-from loopscope.experiments.documents import FAILS, HOLDS, Judgement, Measured, Reproduction
 from loopscope.files import number, setting, words
 from loopscope.readings import Audit, Event, Push, Run, Variable, driven_by_training, free_to_grow, in_fold, percent
+from loopscope.rows.documents import FAILS, HOLDS, Judgement, Measured, Reproduction
 from loopscope.show.charts import Table, plain, signed
 from loopscope.show.grouping import ABSENT, Group
 from loopscope.show.series import each_run

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loopscope.experiments.documents import TOO_EARLY, Reproduction
 from loopscope.readings import (
     Run,
     Variable,
@@ -20,6 +19,7 @@ from loopscope.readings import (
     in_fold,
 )
 from loopscope.results.thresholds import CLEAR, FURTHEST
+from loopscope.rows.documents import TOO_EARLY, Reproduction
 from loopscope.show.charts import plain, signed
 from loopscope.show.grouping import Group, group_runs
 from loopscope.show.sections import AuditView, ClaimTable, audit_views

@@ -1,0 +1,108 @@
+"""What an atlas measures of a trained row besides scores and audits: motion, first exit, cache policies, cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from loopscope.auditing.motion import measure_motion
+from loopscope.auditing.untouched import borrowed, network_of
+from loopscope.data.stream import evaluation_batches
+from loopscope.data.tasks import TaskText
+from loopscope.errors import LoopscopeError, UnsupportedError
+from loopscope.files import Part
+from loopscope.protocol import LoopedModel, run_loops
+from loopscope.rows.probe import Cost, Exit, Moves, Probe
+from loopscope.scores import CacheTable
+from loopscope.targets import Opened
+from loopscope.verbs.evaluation import evaluate
+from loopscope.verbs.text import tokens_for
+
+EXIT_WINDOWS, CACHE_WINDOWS = 64, 32
+"""Windows of text for the exit's gap (half of them fit the maps) and for cache policies: an atlas asks them of every
+design, so it reads a quarter and a half of what `loopscope eval` reads."""
+MOVING_ROWS, MOVING_TOKENS = 4, 64
+"""Text whose tokens are followed."""
+
+Say = Callable[[str], None]
+
+
+def probe(opened: Opened, say: Say) -> Probe:
+    """Every part that the model offers; one that it does not, or that fails, is a sentence."""
+    problems: dict[str, str] = {}
+    motion, exit_gap, cache, cost = None, None, None, None
+    with _told("motion", problems, say):
+        motion = _motion(opened, say)
+    with _told("exit_gap", problems, say):
+        exit_gap = _first_exit(opened, say)
+    with _told("cache", problems, say):
+        cache = _cache(opened, say)
+    with _told("cost", problems, say):
+        kept = cache.policies[0].bytes_per_token if cache is not None and cache.policies else None
+        cost = _cost(opened, kept)
+    return Probe(step=opened.step, motion=motion, exit_gap=exit_gap, cache=cache, cost=cost, problems=problems)
+
+
+@contextmanager
+def _told(part: str, problems: dict[str, str], say: Say) -> Iterator[None]:
+    """One part; what goes wrong in it is its own. torch's errors too: a design may do what no other has done."""
+    say(f"probing {part}")
+    try:
+        yield
+    except (LoopscopeError, RuntimeError) as error:
+        problems[part] = " ".join(str(error).split()) or type(error).__name__
+        say(f"no {part}: {problems[part]}")
+
+
+def _motion(opened: Opened, say: Say) -> Moves:
+    """Of so many tokens of validation text."""
+    tokens = tokens_for(opened, None, say)
+    length = min(MOVING_TOKENS, opened.sequence_length)
+    rows = islice(evaluation_batches(tokens, length, 1, None), MOVING_ROWS)
+    found = measure_motion(opened.model, torch.cat([ids_BT for ids_BT, _ in rows if ids_BT.shape[1] == length]))
+    return Part(found.to_json()).as_a(Moves)
+
+
+def _first_exit(opened: Opened, say: Say) -> Exit:
+    loops = opened.model.num_loops
+    if loops < 2:
+        raise UnsupportedError("one loop has no exit before it")
+    most = EXIT_WINDOWS * opened.sequence_length
+    gaps = evaluate(opened, depths=[1, loops], exit_gap=True, max_tokens=most, say=say).exit_gaps
+    return Exit.from_json(Part(gaps[0].to_json()))
+
+
+def _cache(opened: Opened, say: Say) -> CacheTable:
+    if isinstance(tokens_for(opened, None, say), TaskText):
+        raise UnsupportedError("cache policies are compared on text that is decoded, not on a task")
+    loops = opened.model.num_loops
+    most = CACHE_WINDOWS * opened.sequence_length
+    table = evaluate(opened, depths=[loops], cache_policies=True, max_tokens=most, say=say).cache
+    assert table is not None, "it was asked for"
+    return table
+
+
+def _cost(opened: Opened, cache_bytes: int | None) -> Cost:
+    network = network_of(opened.model)
+    parameters = None if network is None else sum(weight.numel() for weight in network.parameters())
+    length = opened.sequence_length
+    ids_BT = torch.arange(length).remainder(opened.vocab_size)[None]
+    flops = counted_flops(opened.model, ids_BT) / length
+    return Cost(parameters=parameters, flops_per_token=flops, cache_bytes_per_token=cache_bytes)
+
+
+def counted_flops(model: LoopedModel, ids_BT: Tensor) -> int:
+    """Of all loops and the last readout, counted while they run: whatever a design does is in it.
+
+    Attention runs as plain products (MATH), which the counter sees; it then counts scores above the diagonal too.
+    """
+    counter = FlopCounterMode(display=False)
+    with borrowed(network_of(model)), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        model.readout(run_loops(model, ids_BT).states[-1], model.num_loops)
+    return counter.get_total_flops()

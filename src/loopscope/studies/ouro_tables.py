@@ -1,0 +1,159 @@
+"""The tables of ouro.json, and everything that is drawn of it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from loopscope.studies.ouro_record import (
+    AS_IT_IS,
+    EXIT_THRESHOLDS,
+    FLAT,
+    NORM_QUANTILES,
+    READOUTS,
+    REMOVED,
+    SHARP,
+    OuroRecord,
+)
+from loopscope.studies.tables import Table
+
+MISSING = "–"
+
+
+def publish_ouro(record: OuroRecord, out: Path, say: Callable[[str], None]) -> list[Table]:
+    """Write tables/ and, where matplotlib is there, figures/."""
+    tables = ouro_tables(record)
+    for table in tables:
+        table.write(out / "tables")
+    try:
+        from loopscope.studies.figures import draw_ouro
+    except ImportError as error:
+        say(f"no figures: they need {error.name}; run: pip install 'loopscope[report]'")
+    else:
+        draw_ouro(record, out / "figures")
+    return tables
+
+
+def ouro_tables(record: OuroRecord) -> list[Table]:
+    """Every table that the record has the numbers for."""
+    made = (_variable_depth, _alpha_sweep, _radial_gradient, _token_norms, _exit_gate, _downstream)
+    return [table for make in made if (table := make(record)) is not None]
+
+
+def conclusion(record: OuroRecord) -> str:
+    """What the sweep at the trained depth says, beside what the paper does."""
+    last = record.last
+    if last is None:
+        return "the α-sweep is not measured at the trained depth"
+    spans = [
+        f"{READOUTS[name]} by {span:.3g} nats" for name in (AS_IT_IS, REMOVED) if (span := last.span(name)) is not None
+    ]
+    return (
+        f"Scaling the state of loop {last.k} by 0.1 to 10 before the readout moves CE {' and '.join(spans)}. The paper "
+        f"finds it flat with RMSNorm and sharp without: {record.verdict} (limits: at most {FLAT}, at least {SHARP})."
+    )
+
+
+def _variable_depth(record: OuroRecord) -> Table | None:
+    if record.depths is None:
+        return None
+    speeds = {speed.k: speed.tokens_per_second for speed in record.throughput}
+    rows = [
+        [_loop(record, each.k)]
+        + [_shown(value) for value in (each.ce, each.perplexity, each.bits_per_byte, each.norm, speeds.get(each.k))]
+        for each in record.depths.depths
+    ]
+    header = ["loops K", "CE", "perplexity", "bits per byte", "mean norm", "tokens per second"]
+    note = f"{_count(record.depths.tokens)} tokens of {record.text}; * as trained; one readout, {record.subject.device}"
+    return Table("variable_depth", "Variable depth", header, rows, note)
+
+
+def _alpha_sweep(record: OuroRecord) -> Table | None:
+    if record.states is None:
+        return None
+    alphas = [f"{alpha:g}" for alpha in record.states.alphas if alpha is not None]
+    rows = [
+        [_loop(record, loop.k), READOUTS[name], *map(_shown, ce)]
+        for loop in record.states.loops
+        for name, ce in loop.sweep.items()
+    ]
+    note = f"CE in nats, {_count(record.states.tokens)} tokens; the state is scaled before the norm. * as trained"
+    return Table("alpha_sweep", "CE when the state is scaled by α", ["loop", "readout", *alphas], rows, note)
+
+
+def _radial_gradient(record: OuroRecord) -> Table | None:
+    if record.states is None:
+        return None
+    names = list(record.states.loops[0].radial_share) if record.states.loops else []
+    rows = [
+        [_loop(record, loop.k), *(_shown(loop.radial_share.get(name)) for name in names)]
+        for loop in record.states.loops
+    ]
+    note = "Median over tokens of |⟨∇_h CE, h⟩|/(‖∇_h CE‖‖h‖), through the readout of that loop alone"
+    header = ["loop", *(READOUTS[name] for name in names)]
+    return Table("radial_gradient", "Radial gradient share", header, rows, note)
+
+
+def _token_norms(record: OuroRecord) -> Table | None:
+    if record.states is None:
+        return None
+    quantiles = ["largest" if q == 1 else f"{100 * q:g} %" for q in NORM_QUANTILES]
+    rows = [
+        [_loop(record, loop.k), _shown(loop.norm), *map(_shown, loop.norm_quantiles)] for loop in record.states.loops
+    ]
+    note = f"‖h_k‖ of {_count(record.states.tokens)} tokens before any norm"
+    return Table("token_norms", "Norms of tokens", ["loop", "mean", *quantiles], rows, note)
+
+
+def _exit_gate(record: OuroRecord) -> Table | None:
+    gate = record.gate
+    if gate is None:
+        return None
+    header = ["loop", "mean λ", "mean p", "median p", *(f"leave at {q:g}" for q in EXIT_THRESHOLDS)]
+    median = NORM_QUANTILES.index(0.5)
+    rows = [
+        [str(loop.k), _shown(loop.leaving), _shown(loop.exit_probability), _shown(_nth(loop.exit_quantiles, median))]
+        + [_shown(_nth(each.shares, loop.k - 1)) for each in gate.thresholds]
+        for loop in gate.loops
+    ]
+    rows.append(["mean loops", "", _shown(gate.expected_loops), "", *(_shown(t.mean_loops) for t in gate.thresholds)])
+    note = (
+        f"{_count(gate.tokens)} tokens. λ: probability of leaving at a loop once there; p: of leaving there at all, "
+        "the last loop taking the rest; leave at q: share of tokens whose cumulative p first reaches q there"
+    )
+    return Table("exit_gate", "Exit gate", header, rows, note)
+
+
+def _downstream(record: OuroRecord) -> Table | None:
+    if not record.tasks:
+        return None
+    ks = sorted({score.k for score in record.tasks})
+    cells = {(score.task, score.metric, score.k): score for score in record.tasks}
+    names = list(dict.fromkeys((score.task, score.metric) for score in record.tasks))
+
+    def cell(task: str, metric: str, k: int) -> str:
+        score = cells.get((task, metric, k))
+        if score is None:
+            return MISSING
+        return _shown(score.value) + ("" if score.error is None else f" ± {score.error:.2g}")
+
+    rows = [[task, metric, *(cell(task, metric, k) for k in ks)] for task, metric in names]
+    header = ["task", "metric", *(f"K = {k}" for k in ks)]
+    return Table("downstream", "Downstream tasks by depth", header, rows, "± standard error")
+
+
+def _loop(record: OuroRecord, k: int) -> str:
+    return f"{k}*" if k == record.subject.num_loops else str(k)
+
+
+def _nth(values: list[float | None], place: int) -> float | None:
+    """Of a file that may lack some."""
+    return values[place] if 0 <= place < len(values) else None
+
+
+def _count(number: int | None) -> str:
+    return MISSING if number is None else f"{number:,}"
+
+
+def _shown(value: float | None) -> str:
+    return MISSING if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"

@@ -1,0 +1,218 @@
+"""Ouro's design trained with the norm before its head and without it (Figure 6 of arXiv 2606.24898), as rows.
+
+Only that norm goes: the one that opens every loop stays, in both. {terminal, per-loop} cross-entropy, each a plain mean
+of CE over its loops and never a CE of mixed logits; the exit gate, which neither loss would train, is left out. All
+rows take the same batches, so their tokens are matched exactly. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from loopscope.config import Config, ObjectiveConfig, config_to_dict
+from loopscope.designs import design
+from loopscope.files import read_as, without_nan, write_json
+from loopscope.presets import preset
+from loopscope.rows.conditions import OURO_CONDITIONS, OURO_TRAIN, OuroSize
+from loopscope.rows.documents import GridRecord, RecipeRecord
+from loopscope.rows.grid import Request, add_request, lay_out
+from loopscope.rows.spec import Layout, RowSpec, Say
+from loopscope.studies.ouro_record import AS_IT_IS, FILE, REMOVED, Asked, OuroRecord
+from loopscope.studies.tables import Table
+
+FINEWEB = "hf:HuggingFaceFW/fineweb:sample-10BT"
+TOKENS_PER_DOCUMENT = 400
+"""Fewer than a document of FineWeb has on average in any tokenizer of a few thousand tokens and more, so that what is
+streamed is enough; and of its documents 230 in 256 are trained on."""
+SEQUENCE_1_4B = 2048
+"""Tokens of a sequence at 1.4B: its 65,536 positions would not fit, and FineWeb's documents are shorter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRequest:
+    """What a user asks for."""
+
+    size: OuroSize
+    conditions: Sequence[str]
+    seeds: Sequence[int]
+    steps: int | None = None
+    batch: int | None = None
+    accumulate: int = 1
+    length: int | None = None
+    lr: float | None = None
+    data: tuple[str, ...] | None = None
+    valid: tuple[str, ...] | None = None
+    tokenizer: str | None = None
+    eval_tokens: int | None = None
+    shard: Literal["none", "full"] = "none"
+    checkpoint_loops: bool = False
+    threads: int | None = 1
+
+    def base(self) -> Config:
+        """What all rows share: the published design at this size, Ouro's positions, head and initialisation."""
+        base = preset(self.size) if self.size == "ouro-1.4b" else design("ouro").apply(preset(self.size))
+        model = replace(base.design("a size"), positions="rope", tie_head=False, dropout=0.0, init="scaled")
+        model = replace(model, exit_gate=False)
+        training = base.training
+        if self.size == "ouro-1.4b":
+            training = replace(training, lr=3e-4, batch=64, steps=10_000)
+        training = replace(
+            training,
+            steps=self.steps or training.steps,
+            batch=self.batch or training.batch,
+            accumulate=self.accumulate,
+            lr=self.lr or training.lr,
+            shard=self.shard,
+            checkpoint_loops=self.checkpoint_loops,
+            threads=self.threads,
+        )
+        training = replace(training, warmup=max(1, training.steps // 20))
+        length = self.length or (SEQUENCE_1_4B if self.size == "ouro-1.4b" else model.max_length)
+        data = replace(base.data, sequence_length=length, stride=length, tokenizer=self.tokenizer or "bpe")
+        data = replace(data, data=self.data or fineweb(training.steps * training.batch * length), valid=self.valid)
+        return Config(model=model, objective=ObjectiveConfig(), data=data, training=training)
+
+
+def fineweb(tokens: int) -> tuple[str]:
+    """As many documents of FineWeb, streamed, as give so many tokens to train on."""
+    return (f"{FINEWEB}:{math.ceil(tokens / TOKENS_PER_DOCUMENT * 256 / 230)}",)
+
+
+def under(common: Config, condition: str) -> Config:
+    """The common configuration with the loss and the readout of a condition; the inter-loop norm stays as it is."""
+    placement, readout = OURO_CONDITIONS[condition]
+    model = common.design("a condition")
+    if readout == "raw":
+        model = replace(model, readout="raw", share_readout_norm=False)
+    return replace(common, model=model, objective=replace(common.objective, placement=placement))
+
+
+def laid_out(request: TrainingRequest, out: Path, command: list[str], say: Say) -> Layout:
+    """The rows, their text opened and their tokenizer fitted, noted in grid.json."""
+    base, seeds = request.base(), {name: tuple(request.seeds) for name in request.conditions}
+    asked = Request(size=f"{OURO_TRAIN} {request.size}", seeds=seeds, steps=base.training.steps)
+    grid = lay_out(replace(asked, eval_tokens=request.eval_tokens), out, say, base=base)
+    recipe = RecipeRecord(
+        config=config_to_dict(grid.common),
+        epochs=grid.epochs,
+        seeds={name: list(each) for name, each in seeds.items()},
+        differences=[],
+    )
+    record = GridRecord.here(asked.size, command, {"paper": recipe}, grid.data, None, request.eval_tokens)
+    add_request(out, record)
+    training, length = grid.common.training, grid.common.sequence_length
+    rows = [
+        RowSpec(
+            condition=name,
+            recipe="paper",
+            seed=seed,
+            config=under(replace(grid.common, training=replace(training, seed=seed)), name),
+            eval_tokens=request.eval_tokens,
+            audit=False,
+        )
+        for seed in request.seeds
+        for name in request.conditions
+    ]
+    tokens = training.steps * training.batch * length
+    return Layout(out, rows, f"{training.steps} steps ({tokens:,} tokens, {grid.epochs:.2g} epochs)")
+
+
+# --- what became of the rows -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One row in numbers."""
+
+    name: str
+    condition: str
+    seed: int
+    steps: int
+    tokens: int
+    """Trained on."""
+    num_loops: int
+    ce: float | None
+    """At the trained depth, on validation text."""
+    perplexity: float | None
+    exit_failure: float | None
+    """CE(1) − CE(K)."""
+    norm: float | None
+    """Mean ‖h_K‖."""
+    sweep_span: float | None
+    """Nats by which CE varies when the final state is scaled by 0.1 to 10 before the readout it was trained with."""
+    radial_share: float | None
+    verdict: str
+
+
+def checks_asked(spec: RowSpec, sweep_tokens: int) -> Asked:
+    """What `check_ouro` measures of a row: its own validation text, every depth it was trained at."""
+    depths = list(range(1, spec.config.model.num_loops + 1))
+    length = spec.config.sequence_length
+    return Asked(
+        depths=depths, data=[], tokenizer="", length=length, max_tokens=spec.eval_tokens, sweep_tokens=sweep_tokens
+    )
+
+
+def trained_row(spec: RowSpec, record: OuroRecord) -> Trained:
+    """A row and the checks of it."""
+    training, last, depths = spec.config.training, record.last, record.depths
+    num_loops = spec.config.model.num_loops
+    own = AS_IT_IS if OURO_CONDITIONS[spec.condition][1] == "rmsnorm" else REMOVED
+    first, full = (None, None) if depths is None else (depths.at(1), depths.at(num_loops))
+    ce = None if full is None else full.ce
+    return Trained(
+        name=spec.name,
+        condition=spec.condition,
+        seed=spec.seed,
+        steps=training.steps,
+        tokens=training.steps * training.batch * spec.config.sequence_length,
+        num_loops=num_loops,
+        ce=ce,
+        perplexity=None if full is None else full.perplexity,
+        exit_failure=None if first is None or first.ce is None or ce is None else first.ce - ce,
+        norm=None if full is None else full.norm,
+        sweep_span=None if last is None else last.span(own),
+        radial_share=None if last is None else last.radial_share.get(own),
+        verdict=record.verdict,
+    )
+
+
+def publish_training(
+    size: str, rows: Mapping[str, RowSpec], out: Path, say: Callable[[str], None]
+) -> tuple[list[Trained], Table]:
+    """ouro-train.json, tables/trained.* and Figure 6, from the ouro.json of every row that has one."""
+    found = {name: read_as(out / "rows" / name / FILE, OuroRecord.from_json, {}) for name in rows}
+    records = {name: record for name, record in found.items() if record is not None}
+    trained = [trained_row(rows[name], record) for name, record in records.items()]
+    values: dict[str, Any] = {"schema_version": 1, "size": size, "rows": [asdict(each) for each in trained]}
+    write_json(out / "ouro-train.json", without_nan(values))
+    table = trained_table(trained)
+    table.write(out / "tables")
+    try:
+        from loopscope.studies.figures import draw_ouro_training
+    except ImportError as error:
+        say(f"no figures: they need {error.name}; run: pip install 'loopscope[report]'")
+    else:
+        draw_ouro_training(records, out / "figures")
+    return trained, table
+
+
+def trained_table(trained: Sequence[Trained]) -> Table:
+    """One line for each row."""
+    header = ["row", "tokens", "CE(K)", "PPL(K)", "CE(1) − CE(K)", "‖h_K‖", "CE over α", "radial share", "Figure 6"]
+
+    def shown(value: float | None) -> str:
+        return "–" if value is None else f"{value:.4g}"
+
+    rows = [
+        [each.name, f"{each.tokens:,}"]
+        + [shown(value) for value in (each.ce, each.perplexity, each.exit_failure, each.norm)]
+        + [shown(each.sweep_span), shown(each.radial_share), each.verdict]
+        for each in trained
+    ]
+    note = "CE over α: by how many nats CE varies while the final state is scaled by 0.1 to 10 before the readout"
+    return Table("trained", "Ouro's design with and without the norm before the head", header, rows, note)

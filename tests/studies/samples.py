@@ -1,0 +1,243 @@
+"""Sample runs, written by the code that writes real ones: a schema that drifts fails the tests that read them.
+
+What no class stands for yet (lines of metrics, the manifest, parts of the audit) is written out here, and compared with
+a real run in `test_quickstart`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loopscope.auditing.activity import Lemma2, LoopActivity
+from loopscope.auditing.interventions import CLAMPED
+from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject, Variable
+from loopscope.config import Config
+from loopscope.files import write_json
+from loopscope.readings import CalibratedHalting, Exits, Gate, GatedLoop, RowRecord
+from loopscope.rows.ledger import write_record
+from loopscope.runs import RunFolder
+from loopscope.scores import SPLITS, Depth, Evaluation, Split
+
+
+def write_sample(
+    folder: Path,
+    config: Config,
+    *,
+    metrics: Iterable[dict[str, Any]] = (),
+    manifest: dict[str, Any] | None = None,
+    evaluation: Evaluation | None = None,
+    audit: AuditResult | None = None,
+    untrained: AuditResult | None = None,
+    halting: CalibratedHalting | None = None,
+    record: RowRecord | None = None,
+    change: Callable[..., None] | None = None,
+) -> Path:
+    """A run folder; `change(evaluation, audit)` may alter what was measured, as JSON."""
+    run = RunFolder(folder)
+    run.create(config)
+    for row in metrics:
+        run.append_metrics(row)
+    if manifest is not None:
+        run.write_manifest(manifest)
+    evaluated = {} if evaluation is None else evaluation.to_json()
+    audited = {} if audit is None else json.loads(json.dumps(audit.to_json()))
+    if change is not None:
+        change(evaluated, audited)
+    fresh = {} if untrained is None else untrained.to_json()
+    halted = {} if halting is None else halting.to_json()
+    written = {"eval.json": evaluated, "audit.json": audited, "audit-untrained.json": fresh, "halting.json": halted}
+    for name, content in written.items():
+        if content:
+            write_json(folder / name, content)
+    if record is not None:
+        write_record(folder, record)
+    return folder
+
+
+def sample_evaluation(
+    ces: Sequence[float],
+    norms: Sequence[float],
+    *,
+    step: int,
+    num_loops: int,
+    nats_per_bit: float = 2.0,
+    unigram_ce: float = 6.0,
+) -> Evaluation:
+    """The same scores on validation and test text."""
+    pairs = enumerate(zip(ces, norms, strict=True), start=1)
+    depths = [Depth(k, ce, norm, ce / nats_per_bit) for k, (ce, norm) in pairs]
+    return Evaluation(
+        step=step,
+        tokenizer="bpe",
+        num_loops=num_loops,
+        splits={name: Split(depths, tokens=1000, bytes=3000) for name in SPLITS},
+        throughput={k: 50_000 / k for k in range(1, num_loops + 1)},
+        threads=1,
+        device="cpu",
+        unigram_ce=dict.fromkeys(SPLITS, unigram_ce),
+    )
+
+
+def sample_halting(loops: float, fixed: float, *, step: int, num_loops: int, spread: float = 0.05) -> CalibratedHalting:
+    """A calibrated rule that runs so many loops a token, units being so far apart; and gates that save nothing."""
+    gate = Gate(
+        reads="h",
+        loss=0.9,
+        constant_loss=0.6,
+        mean_loops=float(num_loops),
+        fixed_depth=fixed,
+        loops=[GatedLoop(k=k, norm=100.0 * k, logit=3.0 * k, saturated=k / (2 * num_loops)) for k in (1, 2, 4, 8)],
+    )
+    return CalibratedHalting(
+        step=step,
+        num_loops=num_loops,
+        split="valid",
+        rule="margin",
+        max_ppl_increase=0.01,
+        confidence=0.95,
+        units={"fit": 40.0, "calibration": 100.0, "test": 60.0},
+        units_needed=18,
+        threshold=2.5,
+        p_value=0.01,
+        ppl_increase=0.004,
+        mean_loops=loops,
+        fixed_depth=fixed,
+        unit_loops=[loops + spread * (-1) ** n for n in range(60)],
+        exits=[Exits(1, 0.5), Exits(num_loops, 0.5)],
+        gates=[gate, replace(gate, reads="norm(h)", loss=0.4, mean_loops=fixed - 0.2)],
+        notes=["blocks stand in for articles"],
+    )
+
+
+def sample_loop(
+    k: int,
+    *,
+    scale: float,
+    width: int,
+    ce: float,
+    share: float | None,
+    increment: float | None,
+    predicted: float | None,
+    turn: float | None,
+    tangential: float | None = None,
+    curvature: float | None = None,
+    lemma_2: Lemma2 | None = None,
+) -> Loop:
+    """A loop of the audit's rollout; `turn` is angular step × scale, share is None beyond the trained depth."""
+    activity = LoopActivity(
+        k=k,
+        norm=scale * width**0.5,
+        norm_quantiles=[scale * factor for factor in (5, 8, 11, 14, 20, 60)],
+        scale=scale,
+        mean=0.0,
+        radial_increment=increment,
+        predicted_increment=predicted,
+        angular_step=None if turn is None else turn / scale,
+        angular_step_times_scale=turn,
+        radial_update=increment,
+        tangential_update=tangential,
+        lemma_2=lemma_2,
+    )
+    size = None if curvature is None else abs(curvature)
+    return Loop(share is not None, ce, share, None if share is None else [share] * 5, activity, curvature, size)
+
+
+def sample_audit(
+    *,
+    name: str,
+    step: int | None,
+    num_loops: int,
+    width: int,
+    scale: Variable,
+    loops: list[Loop],
+    alphas: list[float],
+    ces: list[float],
+    interventions: dict[str, tuple[float, float]],
+) -> AuditResult:
+    """An audit whose only finding can be the scale; interventions are CE and ΔCE by name."""
+    is_blind = scale.verdict == "blind"
+    mean = Variable("mean", "visible", 0.8, 0.8, 0.9, "its exit shows 0.8 of an average direction", None, None)
+    spots = [{"name": "scale", "share": 1.0}] if is_blind else []
+    return AuditResult(
+        model=Subject(
+            name, num_loops, width, 2048, 800_000, "float32", "float64", step, list(range(1, num_loops + 1)), ["h"]
+        ),
+        verdict="blind-spot" if is_blind else "controlled",
+        summary="The loop carries the scale of the state and no loss sees it."
+        if is_blind
+        else "A loss sees the scale.",
+        variables=[scale, mean],
+        blind_directions=BlindDirections(int(is_blind), 1.0, 4, [1.0, 1e-9], None, spots, 0, [FOUND]),
+        loops=loops,
+        motion="drift",
+        alpha_sweep={"alphas": alphas, "loops": [{"k": num_loops, "ce": ces}]},
+        interventions=[
+            {"name": name, "clamps": CLAMPED.get(name), "ce": ce, "delta_ce": delta}
+            for name, (ce, delta) in interventions.items()
+        ],
+        heaviest_tokens=[{"token": 17, "text": "<b>the</b>", "position": 0, "norm": 900.0, "ratio": 1.6}],
+        checks={"raw_readout_control": 0.4, "causal": True, "notes": []},
+        cost={"seconds": 1.0},
+    )
+
+
+FOUND = {"k": 1, "hidden": 1, "blind": 1} | dict.fromkeys(
+    ("shown_later", "unreachable", "memory", "inert", "removed", "damped", "weak"), 0
+)
+"""What the search found at one loop."""
+
+
+def train_row(step: int, ce: list[float], norm: list[float], shares: list[float]) -> dict[str, Any]:
+    """A line of metrics about a training step."""
+    return {
+        "kind": "train",
+        "step": step,
+        "loss": sum(ce) / len(ce),
+        "ce": ce,
+        "loops": list(range(1, len(ce) + 1)),
+        "norm": norm,
+        "radial_gradient_share": shares,
+        "terms": {},
+        "tenfold_charge": 0.0 if max(shares, default=1.0) < 1e-3 else 1.0,
+        "depth": len(ce),
+        "gradient_norm": 1.0,
+        "lr": 2e-3,
+        "tokens_per_second": 9e3,
+    }
+
+
+def eval_row(step: int, ce: list[float], norm: list[float]) -> dict[str, Any]:
+    """A line of metrics about an evaluation."""
+    return {"kind": "eval", "step": step, "ce": ce, "norm": norm}
+
+
+def event_row(step: int, event: str, message: str) -> dict[str, Any]:
+    """A line of metrics about what a guard or a monitor did."""
+    return {"kind": "event", "step": step, "event": event, "message": message}
+
+
+def sample_manifest(command: list[str], seed: int) -> dict[str, Any]:
+    """What a run folder says besides its configuration."""
+    return {
+        "command": command,
+        "versions": {"python": "3.11.7", "loopscope": "0.1.0", "torch": "2.13.0", "wandb": None},
+        "git": {"commit": "0123456789abcdef", "changed": False},
+        "system": "Linux 6.1 x86_64",
+        "threads": 1,
+        "world_size": 1,
+        "seed": seed,
+        "parameters": 172_288,
+        "choices": [{"name": "device", "value": "cpu", "reason": "no CUDA and no Apple GPU found"}],
+        "data": {
+            "corpus": "builtin",
+            "corpus_sha256": "54ddbc9e" * 8,
+            "tokenizer": "bpe",
+            "tokenizer_sha256": "7b" * 32,
+            "tokens": {"train": 90_000, "valid": 9_000},
+            "bytes": {"train": 200_000, "valid": 20_000},
+        },
+    }

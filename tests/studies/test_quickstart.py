@@ -1,0 +1,125 @@
+"""The quickstart: four fair corners, audits that disagree as they should, and words that quote what was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_up import write_made_up_grid, write_row
+from samples import eval_row, train_row
+
+from loopscope.readings import Run
+from loopscope.results.thresholds import CLEAR
+from loopscope.rows.conditions import CONDITIONS, CORE
+from loopscope.runs import RunFolder
+from loopscope.show.verdict import verdict_on
+from loopscope.studies.claims import judge_all
+from loopscope.studies.quickstart import conclusion, corners, make_request
+from loopscope.studies.results import read_results
+
+
+@pytest.fixture
+def grid(tmp_path) -> Path:
+    return write_made_up_grid(tmp_path / "grid")
+
+
+def four(grid: Path) -> list[Run]:
+    return corners(read_results(grid), 42)
+
+
+def norms_times(factor: float):
+    def change(evaluation, audit):
+        for depth in evaluation["splits"]["valid"]["depths"]:
+            depth["norm"] *= factor
+
+    return change
+
+
+def test_the_request_is_the_four_corners_with_one_seed():
+    request = make_request(seed=7, steps=3)
+    assert request.seeds == {condition.name: (7,) for condition in CORE}
+    assert {(CONDITIONS[name].placement, CONDITIONS[name].readout) for name in request.seeds} == {
+        (placement, readout) for placement in ("terminal", "per-loop") for readout in ("rmsnorm", "raw")
+    }
+
+
+def test_the_words_quote_the_measured_numbers_and_verdicts_as_the_page_does(grid):
+    words = "\n".join(verdict_on(four(grid)).lines)
+    assert "norm 348 through the RMSNorm readout, 102 times the 3.4 it ends at through the raw one" in words
+    assert (
+        "+4.80 nats" in words and "Blind spot in 2 of 4 audited runs: the loop carries the length of its state" in words
+    )
+    assert "Where: per-loop + RMSNorm and terminal + RMSNorm. Free of it: per-loop + raw and terminal + raw." in words
+    assert conclusion(four(grid)).endswith("the loop goes on carrying it.")
+
+
+def test_the_words_do_not_conclude_what_was_not_measured(grid):
+    write_row(grid, "per-loop+rmsnorm", 42, change=lambda evaluation, audit: audit.update(verdict="controlled"))
+    assert "please report this" in conclusion(four(grid))
+    write_row(grid, "per-loop+rmsnorm", 42, change=norms_times(1 / 50))
+    assert conclusion(four(grid)).endswith("quickstart --steps 600 --out runs/longer")
+
+
+@pytest.mark.parametrize(("times", "is_clear"), [(0.99, False), (1.01, True)])
+def test_a_contrast_counts_from_the_same_ratio_in_the_terminal_on_the_page_and_in_claim_1(grid, times, is_clear):
+    write_row(grid, "per-loop+rmsnorm", 42, change=norms_times(times * CLEAR * 3.4 / 348))
+    results = read_results(grid)
+    assert ("So few steps" not in conclusion(four(grid))) == is_clear
+    assert ("not a clear contrast" not in " ".join(verdict_on(four(grid)).lines)) == is_clear
+    ratio = judge_all(replace(results, rows=four(grid))).of("paper", "valid")[0].quantities[0]
+    assert ratio.obeyed == is_clear
+
+
+def test_only_the_rows_of_the_seed_asked_for_are_told(grid):
+    results = read_results(grid)
+    told = corners(results, 101)
+    assert [(run.condition, run.seed) for run in told] == [(condition.name, 101) for condition in CORE]
+    assert corners(results, 9) == []
+
+
+def test_the_blind_spot_shows_within_thirty_steps_and_the_page_tells_it(tmp_path):
+    command = [sys.executable, "-m", "loopscope", "quickstart", "--steps", "30", "--json", "--out", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    norms = {(each["placement"], each["readout"]): each["norm"][-1] for each in told["conditions"]}
+    assert norms["per-loop", "rmsnorm"] > 10 * norms["per-loop", "raw"]
+    for each in told["conditions"]:
+        expected = ("blind-spot", ["scale"]) if each["readout"] == "rmsnorm" else ("controlled", [])
+        assert (each["verdict"], each["blind"]) == expected
+    assert "Blind spot in 2 of 4 audited runs" in (tmp_path / "report.html").read_text("utf-8")
+    samples_have_the_fields_of_a_real_run(tmp_path, tmp_path / "sample")
+
+
+def samples_have_the_fields_of_a_real_run(real: Path, out: Path) -> None:
+    """What the samples write out by themselves has the names that training, evaluation, audit and grid write."""
+    row = "per-loop+rmsnorm-s42"
+    sample = write_made_up_grid(out) / "rows" / row
+    RunFolder(sample).append_metrics(train_row(1, [5.0], [1.0], [0.1]))
+    RunFolder(sample).append_metrics(eval_row(1, [5.0], [1.0]))
+    for name in ("manifest.json", "eval.json", "audit.json", "row.json"):
+        ours, theirs = (json.loads((folder / name).read_text()) for folder in (sample, real / "rows" / row))
+        assert names_in(ours) == names_in(theirs), name
+    ours, theirs = (json.loads((folder / "grid.json").read_text()) for folder in (out, real))
+    assert ours.keys() == theirs.keys() and ours["recipes"]["paper"].keys() == theirs["recipes"]["paper"].keys()
+    ours, theirs = (RunFolder(folder).read_metrics() for folder in (sample, real / "rows" / row))
+    for kind in ("train", "eval"):
+        assert len({frozenset(line) for line in (*ours, *theirs) if line["kind"] == kind}) == 1, kind
+
+
+FREE = ("versions", "seconds", "cost", "terms", "git")
+"""Objects whose names are data, or that are null where there is no repository."""
+
+
+def names_in(value: object, place: str = "") -> set[str]:
+    """The names of all fields of a JSON value, with where they stand; places in lists are one."""
+    if isinstance(value, list):
+        return set().union(*(names_in(item, place) for item in value))
+    if not isinstance(value, dict):
+        return set()
+    found = {f"{place}.{name}" for name in value}
+    return found.union(*(names_in(item, f"{place}.{name}") for name, item in value.items() if name not in FREE))

@@ -1,0 +1,396 @@
+"""Tables and figures: the right numbers in the right cells, escaped, and the same bytes from the same files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_up import row_config, write_made_up_grid, write_row
+from samples import eval_row, event_row
+
+from loopscope.errors import LoopscopeError, RunError
+from loopscope.readings import read_run
+from loopscope.runs import RunFolder
+from loopscope.show.verdict import verdict_on
+from loopscope.studies.claims import judge_all
+from loopscope.studies.publication import publish
+from loopscope.studies.results import read_results
+from loopscope.studies.tables import ONLY_FACTORS, Table, all_tables, depths_csv, escape_latex
+
+
+@pytest.fixture
+def grid(tmp_path) -> Path:
+    return write_made_up_grid(tmp_path / "grid")
+
+
+def tables(out: Path) -> dict[str, Table]:
+    results = read_results(out)
+    return {table.name: table for table in all_tables(results, judge_all(results))}
+
+
+def row_of(table: Table, first: str) -> dict[str, str]:
+    return dict(zip(table.header, next(row for row in table.rows if row[0] == first), strict=True))
+
+
+def test_the_main_table_has_every_condition_with_mean_spread_and_n(grid):
+    table = tables(grid)["main"]
+    assert len(table.rows) == 9
+    row = row_of(table, "per-loop + RMSNorm")
+    assert row["n"] == "3" and row["‖H_K‖"] == "348.0 ± 3.5" and row["audit"] == "blind-spot"
+    assert row["PPL(K) valid"] == "89.66 ± 0.090" and row["CE(1) − CE(K)"].startswith("-0.01000")
+    single = row_of(table, "per-loop + inter-loop norm")
+    assert single["n"] == "1" and single["‖H_K‖"] == "20.00", "one seed has no spread"
+    assert "bpe tokenizer" in table.note
+
+
+def test_audits_that_disagree_between_seeds_are_counted(grid):
+    write_row(grid, "per-loop+raw", 42, change=lambda evaluation, audit: audit.update(verdict="blind-spot"))
+    assert row_of(tables(grid)["main"], "per-loop + raw")["audit"] == "1 blind-spot, 2 controlled"
+
+
+def test_the_diagnostic_tables_take_their_numbers_from_the_audit(grid):
+    made = tables(grid)
+    final_only = row_of(made["radial_gradient"], "per-loop + final-only norm")
+    assert (final_only["readout"], final_only["loop 3"], final_only["loop 4"]) == (
+        "raw, norm at K",
+        "0.07000",
+        "2.00e-07",
+    )
+    assert row_of(made["radial_clamp"], "per-loop + raw")["radial clamp: growth removed"].startswith("-0.004000")
+    assert row_of(made["radial_clamp"], "per-loop + raw")["radial clamp: frozen at loop 1"].startswith("+0.001000")
+    assert row_of(made["variable_depth"], "per-loop + RMSNorm")["K = 8"].startswith("93.3")
+    assert row_of(made["token_norms"], "per-loop + final-only norm")["largest / median"] == "5.455"
+    final_only = [row[1:] for row in made["scale_response"].rows if row[0] == "per-loop + final-only norm"]
+    assert [row[0] for row in final_only] == ["untrained", "trained"]
+    assert final_only[1][1:] == ["0.8000", "0.8000", "0.8000", "3.00e-06"], (
+        "the mean through raw, the size through a norm"
+    )
+    assert made["lemma_2"].rows[5] == ["per-loop + RMSNorm", "trained", "1,740 ± 0", "0.01000 ± 0", "0.03000 ± 0"]
+    assert len(made["residual_updates"].rows) == 9 * 4
+    assert made["residual_updates"].rows[8][:2] == ["per-loop + RMSNorm", "1"]
+
+
+def test_without_audits_their_cells_are_empty_and_the_rest_is_there(grid):
+    for path in grid.glob("rows/*/audit.json"):
+        path.unlink()
+    made = tables(grid)
+    assert row_of(made["main"], "per-loop + raw")["audit"] == "–"
+    assert row_of(made["radial_gradient"], "per-loop + raw")["loop 1"] == "–"
+    assert row_of(made["main"], "per-loop + raw")["‖H_K‖"].startswith("3.400")
+
+
+def test_what_varied_is_named_by_condition_and_the_rest_is_fixed(grid):
+    table = tables(grid)["fixed_and_varied"]
+    kinds = {row[0]: row[1] for row in table.rows}
+    varied = {field for field, kind in kinds.items() if kind == "varied"}
+    assert varied == {
+        "model.readout", "model.inter_loop_norm", "objective.placement", "objective.norm_penalty", "training.seed",
+    }  # fmt: skip
+    assert kinds["training.lr"] == kinds["data.tokenizer"] == "fixed"
+    assert table.note == f"{ONLY_FACTORS} No guard had to act."
+    penalties = next(row[2] for row in table.rows if row[0] == "objective.norm_penalty")
+    assert "0.01 (terminal+penalty, per-loop+penalty)" in penalties
+
+
+def test_a_row_that_a_guard_touched_is_named(grid):
+    RunFolder(grid / "rows" / "per-loop+raw-s42").append_metrics(event_row(3, "skip", "step 3 has no finite loss"))
+    assert "A guard skipped or rolled back steps of per-loop+raw-s42 (1)." in tables(grid)["fixed_and_varied"].note
+
+
+def test_anything_else_that_varied_is_called_out(grid):
+    config = row_config("per-loop+raw", 101)
+    other = replace(config, training=replace(config.training, lr=0.5, threads=7))
+    RunFolder(grid / "rows" / "per-loop+raw-s101").create(other)
+    note = tables(grid)["fixed_and_varied"].note
+    assert note.startswith("These vary besides the named factors: training.lr.")
+
+
+def test_the_folders_of_the_text_are_not_told(grid):
+    for folder in (grid / "rows").iterdir():
+        run = RunFolder(folder)
+        config = run.config()
+        run.create(replace(config, data=replace(config.data, data=("/home/somebody/train.txt",))))
+    rows = {row[0]: row[2] for row in tables(grid)["fixed_and_varied"].rows}
+    assert rows["data.data"] == "train.txt"
+
+
+def test_the_claims_table_shows_our_value_the_papers_and_the_verdict(grid):
+    table = tables(grid)["claims"]
+    assert [row[0] for row in table.rows] == [f"C{n}" for n in range(1, 12)]
+    first = row_of(table, "C1")
+    assert "norm ratio: 102.4 [102.4, 102.4], n = 3" in first["here (validation text)"]
+    assert "39,207" in first["paper"] and "[P]" in first["paper"] and first["verdict"] == "holds"
+    assert "that ΔCE with its sign: -0.004000" in row_of(table, "C8")["here (validation text)"]
+    assert row_of(table, "C10")["verdict"] == "holds" and "raw 2.16" in row_of(table, "C10")["paper"]
+
+
+def test_the_table_of_halting_has_the_papers_loops_beside_ours_and_says_what_they_are(grid):
+    table = tables(grid)["halting"]
+    assert len(table.rows) == 6, "exits of terminal models are not trained"
+    raw, norm = row_of(table, "per-loop + raw"), row_of(table, "per-loop + RMSNorm")
+    assert (raw["loops, paper [R]"], raw["loops"], raw["fixed depth"]) == ("2.16", "2.200 ± 0.0100", "3.000 ± 0")
+    assert raw["saved beyond it"].startswith("+0.8000 ± 0.0100 [") and raw["so it"] == "adapts"
+    assert norm["so it"] == "is K-invariant: 1 of 4 loops do for every token" and norm["saved beyond it"][0] == "-"
+    assert row_of(table, "per-loop + final-only norm")["so it"] == "is undecided: it saves too little, or not clearly"
+    path = grid / "rows" / "per-loop+layernorm-s42" / "halting.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"reason": "the checkpoint is gone"}))
+    assert row_of(tables(grid)["halting"], "per-loop + LayerNorm")["so it"] == "not measured: the checkpoint is gone"
+
+
+def test_another_recipe_has_tables_of_its_own(grid):
+    write_row(grid, "per-loop+raw", 42, recipe="modern")
+    made = tables(grid)
+    assert len(made["main-modern"].rows) == 1 and len(made["main"].rows) == 9
+    assert "modern" in made["main-modern"].title
+
+
+def test_every_score_of_every_row_is_in_the_csv(grid):
+    lines = list(csv.DictReader(io.StringIO(depths_csv(read_results(grid)))))
+    assert len(lines) == 19 * 2 * 8
+    line = next(
+        e for e in lines if (e["condition"], e["seed"], e["split"], e["loops"]) == ("per-loop+raw", "42", "test", "2")
+    )
+    assert float(line["ce"]) == 4.417
+
+
+NASTY = Table("x", "a_b", ["50 %", "a|b"], [["\\input{x} $&# ~^ <>", "‖h‖ ± 1 × 2\nnew"], ['say "hi", you', "=1+1"]])
+
+
+def test_latex_is_escaped():
+    text = NASTY.latex()
+    body = text[text.index(r"\toprule") :]
+    assert r"50 \%" in body and r"\textbackslash{}input\{x\} \$\&\# \textasciitilde{}\textasciicircum{}" in body
+    assert r"$\|$h$\|$ $\pm$ 1 $\times$ 2 new" in body
+    assert r"a\_b" in text
+    assert escape_latex("plain text, 12") == "plain text, 12"
+
+
+def test_every_sign_of_the_real_tables_is_one_that_latex_knows(grid):
+    for table in tables(grid).values():
+        assert table.latex().isascii(), [sign for sign in table.latex() if not sign.isascii()]
+
+
+def test_markdown_cells_cannot_break_their_row():
+    lines = NASTY.markdown().splitlines()
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines if line.startswith("|")] == [3] * 4
+
+
+def test_csv_reads_back_to_the_same_cells():
+    assert list(csv.reader(io.StringIO(NASTY.csv()))) == [NASTY.header, *NASTY.rows]
+
+
+def test_everything_is_rebuilt_to_the_same_bytes(grid):
+    def made() -> dict[str, bytes]:
+        publish(grid, print)
+        folders = [grid / "tables", grid / "figures"]
+        return {path.name: path.read_bytes() for folder in folders for path in folder.iterdir()}
+
+    first = made()
+    assert made() == first
+    figures = {name for name in first if name.endswith(".svg")}
+    assert figures == {
+        "figure1_exit_plane.svg", "figure2_visibility_activity.svg", "figure3_thirty_loops.svg", "figure4_frontier.svg",
+        "alpha_sweep.svg", "gates.svg",
+    }  # fmt: skip
+    assert {name.replace(".svg", ".pdf") for name in figures} <= first.keys()
+    assert all(f"{name}.{ending}" in first for name in tables(grid) for ending in ("md", "csv", "tex"))
+
+
+def test_figures_change_with_their_numbers(grid):
+    publish(grid, print)
+    names = sorted(path.name for path in (grid / "figures").glob("*.svg"))
+    before = {name: (grid / "figures" / name).read_bytes() for name in names}
+
+    def change(evaluation, audit):
+        evaluation["splits"]["valid"]["depths"][0]["ce"] += 1
+        evaluation["splits"]["valid"]["depths"][0]["perplexity"] += 9
+        audit["variables"][0]["visibility"] = 0.5
+        audit["loops"][0]["scale"] *= 2
+        audit["alpha_sweep"]["loops"][0]["ce"][0] += 1
+
+    write_row(grid, "per-loop+raw", 42, change=change)
+    path = grid / "rows" / "per-loop+raw-s42" / "halting.json"
+    halting = json.loads(path.read_text())
+    halting["gates"][0]["loops"][1]["logit"] = 900.0
+    path.write_text(json.dumps(halting))
+    publish(grid, print)
+    assert [name for name in names if (grid / "figures" / name).read_bytes() == before[name]] == []
+
+
+def test_the_frontier_does_not_take_the_noise_of_a_busy_machine_for_a_slow_condition(grid):
+    from loopscope.studies.figures import frontier
+
+    def busy(evaluation, audit):
+        for each in evaluation["throughput"]:
+            each["tokens_per_second"] /= 3
+
+    write_row(grid, "per-loop+raw", 42, change=busy)
+    figure = frontier(read_results(grid).view("paper"))
+    assert figure is not None
+    speeds = {tuple(line.get_xdata()) for line in figure.axes[0].get_lines()}
+    assert speeds == {(50_000, 25_000, 50_000 / 3, 12_500)}
+
+
+def test_figures_that_have_no_numbers_are_not_drawn(grid):
+    publish(grid, print)
+    for path in grid.glob("rows/*/audit.json"):
+        path.unlink()
+    publish(grid, print)  # and those of before are gone
+    assert {path.stem for path in (grid / "figures").iterdir()} == {"figure1_exit_plane", "figure4_frontier", "gates"}
+
+
+def test_without_matplotlib_everything_else_is_made_and_a_sentence_says_what_is_missing(grid, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "loopscope.studies.figures", raising=False)
+    said: list[str] = []
+    publish(grid, said.append)
+    assert "no figures: they need matplotlib" in said[0]
+    assert (grid / "tables" / "main.md").exists() and not (grid / "figures").exists()
+
+
+def test_a_folder_without_a_grid_is_one_sentence(tmp_path):
+    with pytest.raises(RunError, match=r"has no grid\.json"):
+        read_results(tmp_path)
+
+
+def test_a_damaged_file_is_named(grid):
+    path = grid / "rows" / "per-loop+raw-s42" / "eval.json"
+    path.write_text("{")
+    with pytest.raises(RunError, match=re.escape(str(path))):
+        read_results(grid)
+
+
+def test_failed_rows_are_listed_and_unfinished_ones_left_out(grid):
+    for name, state in (("per-loop+raw-s42", "failed"), ("per-loop+raw-s101", "running")):
+        path = grid / "rows" / name / "row.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "state": state, "error": "boom"}))
+    results = read_results(grid)
+    assert [(failure.name, failure.error) for failure in results.failures] == [("per-loop+raw-s42", "boom")]
+    assert len(results.rows) == 17
+
+
+BROKEN = ("{broken", "[]")
+EMPTY = ("", "null", "{}")
+DAMAGED = [
+    (name, content)
+    for name in ("row.json", "eval.json", "audit.json", "audit-untrained.json")
+    for content in (*BROKEN, *EMPTY)
+]
+DAMAGED += [("manifest.json", content) for content in (*BROKEN, "", "null")]  # nothing in it is needed
+DAMAGED += [("config.yaml", content) for content in BROKEN]  # an empty one is the default configuration
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED)
+def test_a_damaged_result_is_one_sentence_that_names_the_file(grid, name, content):
+    folder = grid / "rows" / "per-loop+raw-s42"
+    (folder / name).write_text(content)
+    with pytest.raises(LoopscopeError, match=re.escape(str(folder / name))):
+        publish(grid, print)
+
+
+@pytest.mark.parametrize("record", [{"condition": "unheard-of"}, {"recipe": "of old"}, {"seed": None}])
+def test_a_row_of_something_unknown_is_refused(grid, record):
+    path = grid / "rows" / "per-loop+raw-s42" / "row.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | record))
+    with pytest.raises(RunError, match="names no condition, recipe and seed that loopscope knows"):
+        read_results(grid)
+
+
+WRONG = [("row.json", *each) for each in (("state", 7), ("state", "asleep"), ("recipe", 7), ("seconds", [1]))]
+WRONG += [("eval.json", *each) for each in (("step", "x"), ("splits", 3), ("tokenizer", 7), ("throughput", {"k": 1}))]
+WRONG += [("eval.json", "splits.valid", []), ("eval.json", "splits.valid.depths", 1)]
+WRONG += [("eval.json", f"splits.valid.depths.0.{name}", "4.4") for name in ("k", "ce", "norm", "bits_per_byte")]
+WRONG += [("audit.json", *each) for each in (("verdict", 1), ("loops", "x"), ("loops.3", 7), ("loops.3.scale", [1.0]))]
+WRONG += [("audit.json", *each) for each in (("variables.0.visibility", "x"), ("alpha_sweep.loops.0.ce.1", "x"))]
+WRONG += [("audit.json", *each) for each in (("interventions.0.delta_ce", "x"), ("interventions.0.name", 7))]
+WRONG += [("audit.json", *each) for each in (("loops.3.lemma_2", 7), ("loops.3.lemma_2.scale_missed", "x"))]
+WRONG += [("audit-untrained.json", "loops.3.scale_curvature", "x"), ("eval.json", "unigram_ce.valid", "6.0")]
+WRONG += [("audit.json", "loops.3.norm_quantiles", "x"), ("audit.json", "alpha_sweep", [])]
+
+
+def put(value, path: str, wrong) -> None:
+    """Set what a path of names and places leads to."""
+    *before, last = path.split(".")
+    for name in before:
+        value = value[int(name) if isinstance(value, list) else name]
+    value[int(last) if isinstance(value, list) else last] = wrong
+
+
+@pytest.mark.parametrize(("name", "path", "wrong"), WRONG)
+def test_a_value_of_the_wrong_kind_is_one_sentence_that_names_file_and_place_and_no_stop_for_a_page(
+    grid, name, path, wrong
+):
+    file = grid / "rows" / "per-loop+raw-s42" / name
+    content = json.loads(file.read_text())
+    put(content, path, wrong)
+    file.write_text(json.dumps(content))
+    with pytest.raises(RunError, match=re.escape(f"{file} has 1 value of the wrong kind")) as caught:
+        read_results(grid)
+    assert f"the first is {path.split('.')[0]}" in str(caught.value) and "delete it and run" in str(caught.value)
+    run = read_run(file.parent, "run")
+    assert list(run.problems) == [name] and verdict_on([run]).headline
+
+
+GRID_WRONG = [("size", 7), ("recipes", []), ("recipes.paper", 1), ("recipes.paper.config", "x")]
+GRID_WRONG += [("recipes.paper.epochs", "x"), ("recipes.paper.seeds", [1]), ("recipes.paper.differences", 3)]
+GRID_WRONG += [("recipes.paper.config.model", 3), ("recipes.paper.config.model.width", "x"), ("data", 1)]
+
+
+@pytest.mark.parametrize(("path", "wrong"), GRID_WRONG)
+def test_a_value_of_the_wrong_kind_in_grid_json_is_one_sentence_that_names_it(grid, path, wrong):
+    content = json.loads((grid / "grid.json").read_text())
+    put(content, path, wrong)
+    (grid / "grid.json").write_text(json.dumps(content))
+    with pytest.raises(RunError, match=re.escape(f"{grid / 'grid.json'}")):
+        read_results(grid)
+
+
+@pytest.mark.parametrize("wrong", [{"norm": "x"}, {"norm": [1, "x"]}, {"step": "x"}, {"norm": None}, {"ce": {}}])
+def test_wrong_values_in_metrics_are_told_and_leave_a_gap(grid, wrong):
+    run = RunFolder(grid / "rows" / "per-loop+raw-s42")
+    for row in (eval_row(5, [5.0, 4.0], [1.0, 3.0]), {**eval_row(10, [5.0, 4.0], [1.0, 4.0]), **wrong}):
+        run.append_metrics(row)
+    told = [
+        note for note in read_results(grid).notes if note.startswith(f"{run.metrics_path} has 1 value of the wrong")
+    ]
+    assert len(told) == (wrong != {"norm": None}), "null is a gap, as a norm that is not finite is"
+    assert row_of(tables(grid)["norms_in_training"], "per-loop + raw")["5"] == "3.000"
+
+
+@pytest.mark.parametrize("name", ["eval.json", "audit.json", "row.json", "manifest.json", "config.yaml"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "huge", "no text", "long number", "deep"])
+def test_a_hostile_file_is_one_sentence_that_names_it(grid, name, kind):
+    path = grid / "rows" / "per-loop+raw-s42" / name
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(100 << 20)
+    else:
+        path.write_bytes({"no text": b"\xff\xfe{", "long number": b"9" * 10_000, "deep": b"[" * 60_000}[kind])
+    with pytest.raises(RunError, match=re.escape(str(path))):
+        read_results(grid)
+
+
+def test_norms_while_training_show_whether_the_contrast_is_settled(grid):
+    for name, norms in {"per-loop+rmsnorm": (900, 450), "per-loop+raw": (3, 6)}.items():
+        for seed in (42, 101, 202):
+            for step, norm in zip((5, 10), norms, strict=True):
+                RunFolder(grid / "rows" / f"{name}-s{seed}").append_metrics(eval_row(step, [5.0, 4.0], [1.0, norm]))
+    table = tables(grid)["norms_in_training"]
+    assert table.header == ["‖H_K‖ at step", "5", "10"]
+    assert row_of(table, "per-loop + RMSNorm")["5"] == "900.0 ± 0"
+    assert row_of(table, "per-loop: RMSNorm over raw") | {"5": "300.0 ± 0", "10": "75.00 ± 0"} == row_of(
+        table, "per-loop: RMSNorm over raw"
+    )
