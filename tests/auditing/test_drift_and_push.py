@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import random
+import typing
+from dataclasses import Field, fields
 
 import numpy as np
 import pytest
@@ -11,13 +15,15 @@ import torch
 from torch import nn
 
 import loopscope as ls
+from loopscope.auditing import audit as auditing
 from loopscope.auditing.drift import affordable, drift
 from loopscope.auditing.push import PushOptions, push
 from loopscope.auditing.trial import FLOOR, Recipe, Trial, TrialObjective, log_size, size_along, size_within
 from loopscope.auditing.visibility import FIELDS, mean_field, scale_field
-from loopscope.config import ModelConfig, ObjectiveConfig
+from loopscope.config import ModelConfig, ObjectiveConfig, Placement
 from loopscope.errors import ConfigError, DataError, UnsupportedError
-from loopscope.objectives.terms import terms_of
+from loopscope.model.looped_lm import GatedChargingLoopedLM
+from loopscope.objectives.terms import JacobianPenalty, terms_of
 from loopscope.protocol import LoopState, LoopTrace, run_loops
 from loopscope.readings import percent
 from loopscope.results.thresholds import DRIVEN_FROM
@@ -254,11 +260,10 @@ def test_a_model_that_shows_no_weights_is_refused_with_the_way_out():
 def test_a_loss_that_is_not_finite_is_told_and_the_model_is_as_before():
     model = design()
     before = [weight.clone() for weight in model.parameters()]
+    broken = ls.NormPenalty(1.0)
+    object.__setattr__(broken, "weight", math.nan)
     with torch.no_grad(), pytest.raises(DataError, match="nan"):
-        broken = objective()
-        broken._told = [ls.NormPenalty(1.0)]
-        object.__setattr__(broken._told[0], "weight", math.nan)
-        push(model, text(4), broken, SCALE)
+        push(model, text(4), TrialObjective(None, [broken], 3), SCALE)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
 
@@ -327,12 +332,71 @@ def test_bf16_weights_are_pushed_in_float32_and_come_back_in_bf16():
 # --- the objective of a trial ----------------------------------------------------------------------------------------
 
 
-def test_the_objective_of_a_trial_is_the_one_that_training_would_use():
-    config = ObjectiveConfig(placement="weighted", loop_weights=(1.0, 0.0, 3.0), norm_penalty=0.02, z_loss=1e-3)
-    model, ids = design(dropout=0.0), text(1)[0]
-    trial = TrialObjective(config, terms_of(config), 3)(model, ids[:, :-1], ids[:, 1:])
-    training = ls.Objective(config)(model, ids[:, :-1], ids[:, 1:])
-    torch.testing.assert_close(trial.loss, training.loss)
+PLACEMENTS = {
+    **{name: {} for name in typing.get_args(Placement)},
+    "weighted": {"loop_weights": (1.0, 0.0, 3.0)},
+    "last-n": {"last_n": 2},
+}
+"""Every placement, with the field that it cannot do without."""
+NEEDED = {"anchor_scale": {"scale_anchor": 0.3}, "exit_rate": {"exit_kl": 0.3}}
+"""What must be on for a field to have an effect."""
+VALUES = [0.3, 2, *typing.get_args(typing.get_type_hints(ObjectiveConfig)["depth"])]
+
+
+def objectives() -> dict[str, ObjectiveConfig]:
+    """Every field of the configuration away from its default, under every placement that allows it."""
+    found: dict[str, ObjectiveConfig] = {}
+    for placement, given in PLACEMENTS.items():
+        found[f"placement={placement}"] = ObjectiveConfig(placement=placement, **given)
+        for field, value in itertools.product(fields(ObjectiveConfig), VALUES):
+            changed = {"placement": placement, **given, **NEEDED.get(field.name, {}), field.name: value}
+            if field.name not in ("placement", *given) and value != field.default:
+                with contextlib.suppress(ConfigError):
+                    found[f"{field.name}={value} {placement}"] = ObjectiveConfig(**changed)
+    return found
+
+
+@pytest.mark.parametrize("changed", [pytest.param(config, id=name) for name, config in objectives().items()])
+def test_the_objective_of_a_trial_is_the_one_that_training_uses(changed):
+    model, ids = design(dropout=0.0, exit_gate=True, num_experts=2), text(1)[0]
+
+    def loss_of(objective: ls.Objective) -> ls.ObjectiveResult:
+        torch.manual_seed(0)
+        return objective(model, ids[:, :-1], ids[:, 1:])
+
+    training = loss_of(ls.Objective(changed))
+    for told in (terms_of(changed), None):
+        trial = loss_of(TrialObjective(changed, told, 3))
+        assert trial.terms == training.terms and trial.supervised == training.supervised
+        assert torch.equal(trial.loss, training.loss)
+
+
+def test_every_field_of_an_objective_is_among_those_that_a_trial_is_held_against():
+    seen = {field.name for config in objectives().values() for field in fields(config) if differs(config, field)}
+    assert seen == {field.name for field in fields(ObjectiveConfig)}
+
+
+def differs(config: ObjectiveConfig, field: Field) -> bool:
+    return getattr(config, field.name) != field.default
+
+
+class OwnPenalty(GatedChargingLoopedLM):
+    """A model with a term of its own that equals one of the objective's."""
+
+    def losses(self):
+        return [JacobianPenalty(0.2)]
+
+
+@pytest.mark.parametrize("are_told", [False, True])
+def test_an_audit_tries_drift_on_the_loss_that_training_uses(monkeypatch, are_told):
+    tried = []
+    monkeypatch.setattr(auditing, "drift", lambda model, pairs, objective, *_, **__: tried.append(objective) or {})
+    config = ObjectiveConfig(placement="gated", exit_entropy=0.1, jacobian_penalty=0.2)
+    model, terms = OwnPenalty(design(dropout=0.0, exit_gate=True).config), terms_of(config) if are_told else None
+    auditing.audit(model, text(1), supervised=config, terms=terms, recipe=FAST)
+    (objective,) = tried
+    assert objective.terms(model) == ls.Objective(config).terms(model)
+    assert len(objective.terms(model)) == 3
 
 
 def test_the_terms_that_are_told_take_the_place_of_the_configurations():

@@ -238,9 +238,8 @@ class Poisoned(RandomTokens):
         self.trainer, self.steps = trainer, steps
 
     def batch(self, step, **where):
-        self.trainer.step_module.objective.config = replace(
-            self.trainer.config.objective, norm_penalty=1e300 if step in self.steps else 0.01
-        )
+        penalty = 1e300 if step in self.steps else 0.01
+        self.trainer.step_module.objective = ls.Objective(replace(self.trainer.config.objective, norm_penalty=penalty))
         return super().batch(step, **where)
 
 

@@ -22,8 +22,8 @@ from loopscope.auditing.verdict import summary, with_drift
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import DataError, LoopscopeError, UnsupportedError
-from loopscope.objectives.placement import exit_weights
-from loopscope.objectives.terms import Term
+from loopscope.objectives.placement import Objective, exit_weights
+from loopscope.objectives.terms import Term, terms_of
 from loopscope.protocol import LoopedModel, LoopState, OwnLosses
 
 Batch = Tensor | tuple[Tensor, Tensor]
@@ -35,7 +35,7 @@ def audit(
     batches: Iterable[Batch],
     *,
     supervised: Supervised = None,
-    terms: Sequence[Term] = (),
+    terms: Sequence[Term] | None = None,
     fields: dict[str, Field] | None = None,
     options: AuditOptions | None = None,
     recipe: Recipe | None = None,
@@ -47,10 +47,10 @@ def audit(
     """Which parts of the state are active in the loop and invisible to every loss, with evidence and remedy.
 
     `batches` are ids (B, T) or pairs of ids and targets; without targets, each token predicts the next. `supervised`
-    says which loops get cross-entropy ("every-loop", "terminal" or a list), `terms` what else is in the loss, besides
-    the model's own losses. With a `recipe` of training, what is blind is also asked whether training drives it.
-    `untrained_scale` is that of the states before training, from which a penalty counts if it is above 1.
-    The model comes back as it was.
+    says which loops get cross-entropy ("every-loop", "terminal", a list, or an objective's configuration), `terms` what
+    else is in the loss, besides the model's own losses: by default what the configuration turns on. With a `recipe` of
+    training, what is blind is also asked whether training drives it. `untrained_scale` is that of the states before
+    training, from which a penalty counts if it is above 1. The model comes back as it was.
     """
     started = time.perf_counter()
     options = options or AuditOptions()
@@ -58,8 +58,10 @@ def audit(
     weights = exit_weights(supervised, model.num_loops)
     gated = isinstance(supervised, ObjectiveConfig) and supervised.placement == "gated"
     network = network_of(model)
+    if terms is None:
+        terms = terms_of(supervised) if isinstance(supervised, ObjectiveConfig) else ()
     own = OwnLosses.of(model)
-    terms = [*terms, *(() if own is None else own.losses())]
+    told, terms = terms, [*terms, *(() if own is None else own.losses())]
     for term in terms:
         term.check()
     fields = {**FIELDS, **(fields or {})}
@@ -77,7 +79,7 @@ def audit(
             run.notes.append(f"the model does not run in {dtype}, so it was audited in its own dtype ({error})")
             seen = measure(run)
     if recipe is not None:
-        seen.variables = _with_drift(run, recipe, supervised, seen)
+        seen.variables = _with_drift(run, recipe, TrialObjective(supervised, told, model.num_loops), seen)
     subject = _subject(run, seen.states, name, step)
     moves = None
     if options.motion:
@@ -89,7 +91,7 @@ def audit(
     return replace(_assemble(run, subject, seen, time.perf_counter() - started), token_motion=moves)
 
 
-def _with_drift(run: Survey, recipe: Recipe, supervised: Supervised, seen: Measured) -> list[Variable]:
+def _with_drift(run: Survey, recipe: Recipe, objective: Objective, seen: Measured) -> list[Variable]:
     """What is blind, each with the rate at which training drives it."""
     sizes = {
         one.name: size_along(run.fields[one.name])
@@ -103,12 +105,9 @@ def _with_drift(run: Survey, recipe: Recipe, supervised: Supervised, seen: Measu
     if not affordable(run.model):
         run.notes.append("whether training drives what is blind was not tried: no weights to train, or very many")
         return seen.variables
-    own = OwnLosses.of(run.model)
-    told = [term for term in run.terms if own is None or term not in own.losses()]
     pairs = list(zip(run.ids_BT.chunk(TRIALS), run.targets_BT.chunk(TRIALS), strict=True))
     run.progress("drift", 0.95)
     try:
-        objective = TrialObjective(supervised, told, run.model.num_loops)
         drifts = drift(run.model, pairs, objective, sizes, recipe=recipe)
     except (LoopscopeError, RuntimeError) as error:
         run.notes.append(f"whether training drives what is blind could not be tried: {error}")

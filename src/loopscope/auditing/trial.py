@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -59,25 +59,22 @@ class Recipe:
 
 
 class TrialObjective(Objective):
-    """The loss that an audit is told of: cross-entropy where `supervised` says, `terms`, and the model's own terms."""
+    """The loss that an audit is told of: cross-entropy where `supervised` says, `terms`, and the model's own terms.
+
+    Without `terms`, those of `supervised` where it is a configuration.
+    """
 
     def __init__(
         self,
         supervised: ObjectiveConfig | str | Sequence[int] | None,
-        terms: Sequence[Term],
+        terms: Sequence[Term] | None,
         num_loops: int,
     ) -> None:
         if not isinstance(supervised, ObjectiveConfig):
             loops = supervised_loops(supervised, num_loops)
             weights = tuple(float(k in loops) for k in range(1, num_loops + 1))
             supervised = ObjectiveConfig(placement="weighted", loop_weights=weights)
-        # the terms of the configuration are among `terms`, or were replaced there
-        super().__init__(replace(supervised, norm_penalty=0.0, scale_anchor=0.0, anchor_scale=1.0, z_loss=0.0))
-        self._told = list(terms)
-
-    def terms(self, model: LoopedModel) -> list[Term]:
-        """What was told, then the model's own."""
-        return [*self._told, *super().terms(model)]
+        super().__init__(supervised, terms)
 
 
 def size_along(field: Field) -> Size:

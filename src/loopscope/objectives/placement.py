@@ -51,10 +51,23 @@ class ObjectiveResult:
 
 
 class Objective:
-    """Turns a model, ids and targets into a loss, through the protocol only."""
+    """Turns a model, ids and targets into a loss, through the protocol only.
 
-    def __init__(self, config: ObjectiveConfig, *, fused: bool = True, recompute: bool = False) -> None:
+    The configuration says where cross-entropy is placed; `terms` are what the loss sums besides, by default those of
+    the configuration. A model's own terms are its own: they come on top of either.
+    """
+
+    def __init__(
+        self,
+        config: ObjectiveConfig,
+        terms: Sequence[Term] | None = None,
+        *,
+        fused: bool = True,
+        recompute: bool = False,
+    ) -> None:
         self.config = config
+        self.told = terms_of(config) if terms is None else list(terms)
+        """Terms besides the model's own."""
         self.recompute = recompute
         self.progress = 0.0
         """Share of the training steps that are done, for what is scheduled; the trainer moves it."""
@@ -63,9 +76,9 @@ class Objective:
         )
 
     def terms(self, model: LoopedModel) -> list[Term]:
-        """What the loss sums besides cross-entropy: the configuration's terms, then the model's own."""
+        """What the loss sums besides cross-entropy: what was told, then the model's own."""
         own = OwnLosses.of(model)
-        return [*terms_of(self.config), *(() if own is None else own.losses())]
+        return [*self.told, *(() if own is None else own.losses())]
 
     def __call__(
         self, model: LoopedModel, ids_BT: Tensor, targets_BT: Tensor, *, num_loops: int | None = None

@@ -70,7 +70,7 @@ def audit(
             target,
             batches,
             supervised=supervised,
-            terms=terms or (),
+            terms=terms,
             fields=fields,
             options=options,
             recipe=recipe,

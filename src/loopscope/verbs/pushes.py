@@ -84,7 +84,7 @@ def push(
     result = push_model(
         model,
         batches,
-        TrialObjective(supervised, terms or (), model.num_loops),
+        TrialObjective(supervised, terms, model.num_loops),
         followed,
         recipe=recipe if lr is None else replace(recipe, lr=lr),
         options=options,
