@@ -413,7 +413,7 @@ def parse_yaml(text: str) -> Any:
     try:
         if (trick := _yaml_trick(text)) is not None:
             raise TrickError(trick)
-        return yaml.load(text, LOADER)  # a SafeLoader of either kind
+        return yaml.load(text, LOADER)  # noqa: S506 – a SafeLoader of either kind
     except TrickError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError, AttributeError) as error:  # PyYAML trips over some dates

@@ -41,7 +41,7 @@ def main() -> None:
     sys.addaudithook(_refuse_event)
     try:
         mapped = zipfile.is_zipfile(path)  # the older format has no tensors to map
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)  # noqa: TID251
         _write(found, folder)
     except RefusedError as refused:
         print(refused)  # noqa: T201 (the parent reads it)
