@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,28 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("loopscope", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("loopscope")
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "write tests/golden/ anew instead of comparing with it; read its diff before you commit it"
+    parser.addoption("--renew-goldens", action="store_true", help=told)
+
+
+@pytest.fixture
+def golden(pytestconfig) -> Callable[[str, str], None]:
+    """Compare a text with the file of that name in tests/golden/."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if pytestconfig.getoption("renew_goldens"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+        assert text == path.read_text("utf-8"), f"not as in {path}; is it meant? pytest --renew-goldens"
+
+    return compare
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from atlas_samples import MODERN, entry, sample_atlas, write_atlas
+from atlas_samples import MODERN, entry, sample_atlas
 from browsing import Tab, needs_chromium
 
 from loopscope.designs import DESIGNS
-from loopscope.show.atlas import headlines, marks_of, publish, render
+from loopscope.show.atlas import headlines, marks_of, render
 from loopscope.show.drawing import LINE, Mark, lines, scatter, spread, standalone_scatter
 from loopscope.studies.atlas_properties import PROPERTIES
 
@@ -72,15 +72,6 @@ def test_the_headlines_count_what_is_blind_not_learnt_and_failed():
 
 def test_an_atlas_of_nothing_yet_is_still_a_page():
     assert "not run" in render(replace(sample_atlas(), entries=[]))
-
-
-def test_publishing_again_gives_the_same_bytes(tmp_path):
-    publish(write_atlas(tmp_path))
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    before = {path: path.read_bytes() for path in files}
-    publish(tmp_path)
-    assert before == {path: path.read_bytes() for path in files}
-    assert {path.name for path in files} >= {"atlas.html", "atlas-modern.md", "scatter-modern.svg", "scatter-hops.svg"}
 
 
 # --- drawings --------------------------------------------------------------------------------------------------------
