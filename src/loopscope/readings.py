@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, get_args
 from loopscope.files import Part, Problems, integer, mapping, note_misfits, read_as, read_json, read_lines, read_yaml
 from loopscope.results.thresholds import FURTHEST, HIDDEN_SHARE, NOTICED, TENFOLD
 from loopscope.scores import Depth, Evaluation, Split
+from loopscope.show.numbers import fold, percent
 
 GUARDED = ("skip", "rolled-back")
 """Events by which a guard changes a run."""
@@ -373,31 +374,17 @@ def _quotient(above: Sequence[float | None], below: Sequence[float | None]) -> f
     return sum(numerators) / sum(denominators)
 
 
-def in_fold(factor: float) -> str:
-    """A free range for people: 1.02-fold, 70-fold, 12,300-fold, without limit."""
-    if factor >= FURTHEST:
-        return "without limit"
-    rounded = float(f"{factor:.3g}")
-    return f"{rounded:,.0f}-fold" if rounded >= 1000 else f"{rounded:g}-fold"
-
-
 def free_to_grow(factor: float, tokens: float | None = None) -> str:
     """What a free range says: free to grow 70-fold before it costs 1 % of perplexity.
 
     Where the median token is held and others are free, `tokens` is the share of those.
     """
     if tokens is not None and factor < TENFOLD:
-        few = f"{percent(tokens)} of the tokens ({in_fold(factor)} for the median one)"
+        few = f"{percent(tokens)} of the tokens ({fold(factor)} for the median one)"
         return f"free to grow tenfold or more before it costs 1 % of perplexity, for {few}"
     if factor >= FURTHEST:
         return "free to grow without limit (a million-fold does not cost 1 % of perplexity)"
-    return f"free to grow {in_fold(factor)} before it costs 1 % of perplexity"
-
-
-def percent(rate: float) -> str:
-    """A rate for people, without its sign: 0.46 %, 4 %, 130 %."""
-    size = abs(100 * rate)
-    return f"{size:.2g} %" if size < 10 or size >= 1e6 else f"{size:,.0f} %"
+    return f"free to grow {fold(factor)} before it costs 1 % of perplexity"
 
 
 def driven_by_training(rate: float) -> str:

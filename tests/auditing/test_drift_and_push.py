@@ -25,8 +25,8 @@ from loopscope.errors import ConfigError, DataError, UnsupportedError
 from loopscope.model.looped_lm import GatedChargingLoopedLM
 from loopscope.objectives.terms import JacobianPenalty, terms_of
 from loopscope.protocol import LoopState, LoopTrace, run_loops
-from loopscope.readings import percent
 from loopscope.results.thresholds import DRIVEN_FROM
+from loopscope.show.numbers import percent
 
 VOCAB, LENGTH = 64, 24
 SCALE = {"scale": size_along(scale_field)}

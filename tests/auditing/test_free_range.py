@@ -14,7 +14,7 @@ from loopscope.auditing.free_range import Objections
 from loopscope.auditing.visibility import mean_field, scale_field
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import UnsupportedError
-from loopscope.readings import in_fold
+from loopscope.show.numbers import fold
 
 EVEN = dict.fromkeys((1, 2, 3), 1 / 3)
 QUICK = ls.AuditOptions(states=2, prefix=6, rollout=4)
@@ -114,7 +114,7 @@ def test_a_penalty_controls_only_where_it_costs_something(tiny, ids_BT, weight, 
     scale = result.variable("scale")
     assert (result.verdict, scale.verdict) == (verdict, "visible" if verdict == "controlled" else "blind")
     assert scale.free_range == pytest.approx(math.sqrt(1 + 0.01 / weight), rel=0.03)
-    assert f"free to grow {in_fold(scale.free_range)} before it costs 1 % of perplexity" in scale.evidence
+    assert f"free to grow {fold(scale.free_range)} before it costs 1 % of perplexity" in scale.evidence
 
 
 def test_loop_weights_enter_the_verdict(tiny, ids_BT):

@@ -25,8 +25,8 @@ def test_numbers_are_written_for_people():
     assert [brief(v) for v in (39207.4, 5.4041, 0.5, 1.0, -12345678, None)] == [
         "39,200", "5.4", "0.5", "1", "−1.23e+07", "–",
     ]  # fmt: skip
-    assert [padded(v) for v in (5.4, 1234.0, 0.00012, 0.0, -0.1, None)] == [
-        "5.400", "1,234", "1.20e-04", "0", "-0.1000", "–",
+    assert [padded(v) for v in (5.4, 39207.4, 0.00123, 0.00012, 0.0, -0.1, None)] == [
+        "5.400", "39,207", "0.001230", "1.20e-04", "0", "-0.1000", "–",
     ]  # fmt: skip
     assert padded(0.25, 2, "+") == "+0.25" and padded(1.5e9, 3) == "1.5e+09"
 
@@ -37,9 +37,9 @@ def test_a_difference_has_its_sign_unless_it_is_nothing():
 
 
 def test_rates_and_factors_say_what_they_are():
-    assert [percent(v) for v in (0.0046, -0.04, 1.3, 1e5)] == ["0.46 %", "4 %", "130 %", "1e+07 %"]
-    assert [fold(v) for v in (1.02, 70.0, 12345.0, 1e6, math.inf)] == [
-        "1.02-fold", "70-fold", "12,300-fold", "without limit", "without limit",
+    assert [percent(v) for v in (0.0046, -0.041, 1.3, 1e5)] == ["0.46 %", "4.1 %", "130 %", "1e+07 %"]
+    assert [fold(v) for v in (1.0163, 70.04, 999.7, 12345.0, 1e6, math.inf)] == [
+        "1.02-fold", "70-fold", "1,000-fold", "12,300-fold", "without limit", "without limit",
     ]  # fmt: skip
 
 

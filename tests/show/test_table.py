@@ -63,8 +63,14 @@ def test_every_rendering_holds_the_same_cells():
 
 
 def test_columns_can_be_left_out():
-    table = NASTY.only(3, 1)
-    assert table.header == ["evidence", "<b>PPL</b>"] and table.cells[1][1] == "–" and table.note == NASTY.note
+    table = NASTY.without("a|b", "ΔCE", "‖h‖", "over seeds")
+    assert table.header == ["<b>PPL</b>", "evidence"] and table.cells[1] == ["–", "=1+1 [bold]text[/bold] :smile:"]
+    assert table.note == NASTY.note
+
+
+def test_columns_in_which_nothing_was_measured_can_be_left_out():
+    assert Table("t", ["x", "y", "z"], [["a", None, None], ["b", 1, None]]).measured().header == ["x", "y"]
+    assert Table("t", ["x", "y"], []).measured().header == ["x", "y"], "of no rows nothing is known"
 
 
 def test_a_row_of_another_length_is_our_own_mistake():

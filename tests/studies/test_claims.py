@@ -16,7 +16,7 @@ from loopscope.readings import CalibratedHalting
 from loopscope.rows.documents import ClaimsRecord, Judgement
 from loopscope.studies.claims import CLAIMS, FAILS, HOLDS, NOT_MEASURED, TOO_EARLY, UNGUARDED, judge_all
 from loopscope.studies.evidence import Bound, Quantity, bootstrap, symlog, unsymlog
-from loopscope.studies.results import read_results, shown
+from loopscope.studies.results import read_results
 from loopscope.studies.tables import claims_table
 
 
@@ -403,22 +403,6 @@ def test_the_symlog_axis_is_odd_and_grows():
     assert symlog(0.001) == pytest.approx(0.01, rel=0.01), "linear near zero"
     assert unsymlog(symlog(-7.5)) == pytest.approx(-7.5)
     assert symlog(100.0) - symlog(10.0) == pytest.approx(2.3, abs=0.02), "logarithmic far from it"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (0.0, "0"),
-        (39207.4, "39,207"),
-        (3.4, "3.400"),
-        (0.00123, "0.001230"),
-        (2e-7, "2.00e-07"),
-        (-1.5, "-1.500"),
-    ],
-)
-def test_numbers_are_shown_with_four_digits(value, text):
-    assert shown(value) == text
 
 
 def test_claims_tables_and_figures_are_made_without_torch(grid):

@@ -19,8 +19,9 @@ from loopscope.auditing.hidden import HIDDEN
 from loopscope.auditing.result import BlindDirections, Variable
 from loopscope.auditing.search import CLASSES, PUBLIC, FieldFinding, StateFindings, median_dimension
 from loopscope.config import PAPER_PENALTY
-from loopscope.readings import free_to_grow, in_fold
+from loopscope.readings import free_to_grow
 from loopscope.results.thresholds import FURTHEST, WEAKLY_HELD
+from loopscope.show.numbers import fold
 
 SEVERITY = ("visible", "weak", "removed", "damped", "inert", "memory", "blind")
 """From harmless to alarm; over loops the last one counts."""
@@ -358,7 +359,7 @@ def _tensor_variable(name: str, findings: Findings) -> Variable:
 
 
 def _lengths(free: float) -> str:
-    many = "any number of" if free >= FURTHEST else in_fold(free).removesuffix("-fold")
+    many = "any number of" if free >= FURTHEST else fold(free).removesuffix("-fold")
     return f"{many} lengths of the state"
 
 

@@ -19,12 +19,10 @@ from loopscope.rows.conditions import MOST_SEEDS, OURO_CONDITIONS, OuroSize, cho
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
     from loopscope.rows.backends import Backend
     from loopscope.rows.spec import Layout, RowSpec
+    from loopscope.show.table import Table
     from loopscope.studies.ouro_training import TrainingRequest
-    from loopscope.studies.tables import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +110,7 @@ examples:
         if self.json:
             print_json(**record.to_json(), out=str(out))
         else:
-            print_tables(*(_rich(_brief(table)) for table in tables))
+            print_tables(*(_brief(table).terminal() for table in tables))
             print_words(f"{conclusion(record)}\nouro.json, tables and figures in {out}")
         return EXIT_FINDINGS if record.verdict == FAILS else EXIT_OK
 
@@ -240,7 +238,7 @@ examples:
             failures = [{"name": row.spec.name, "error": row.error} for row in failed]
             print_json(size=self.size, rows=[asdict(each) for each in trained], failures=failures, out=str(out))
         else:
-            print_tables(_rich(table))
+            print_tables(table.terminal())
             print_words(f"ouro-train.json, tables and Figure 6 in {out}; every row has an ouro.json")
         return EXIT_OK if not failed and all(each.verdict == "holds" for each in trained) else EXIT_FINDINGS
 
@@ -289,16 +287,5 @@ examples:
 
 def _brief(table: Table) -> Table:
     """The sweep of every depth is in its file; on the terminal the trained one says enough."""
-    trained = [row for row in table.rows if row[0].endswith("*")]
+    trained = [row for row in table.rows if str(row[0]).endswith("*")]
     return replace(table, rows=trained) if table.name == "alpha_sweep" and trained else table
-
-
-def _rich(made: Table) -> RichTable:
-    from rich.table import Table
-
-    table = Table(title=made.title, title_justify="left", caption=made.note, caption_justify="left")
-    for number, name in enumerate(made.header):
-        table.add_column(name, justify="left" if number == 0 else "right", overflow="fold")
-    for row in made.rows:
-        table.add_row(*row)
-    return table

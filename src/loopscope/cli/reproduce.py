@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,8 +14,6 @@ from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigErr
 from loopscope.rows.conditions import CONDITIONS, GROUPS, Recipe, Size, choose_seeds, parse_conditions
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.rows.backends import Backend
     from loopscope.rows.documents import ClaimsRecord, Judgement
     from loopscope.rows.grid import Request
@@ -142,6 +140,7 @@ Figures 5 to 7 have commands of their own:
 
     def _report(self, out: Path, rows: list[RowStatus], results: Results, claims: ClaimsRecord) -> int:
         from loopscope.rows.documents import FAILS
+        from loopscope.studies.tables import claims_table
 
         mine = [claim for claim in claims.claims if self.rebuild or claim.recipe == self.recipe]
         failing = [claim for claim in mine if claim.split == "valid" and claim.verdict == FAILS]
@@ -158,7 +157,8 @@ Figures 5 to 7 have commands of their own:
             return exit_code
         for recipe in results.recipes() if self.rebuild else [self.recipe]:
             if listed := claims.of(recipe, "valid"):
-                print_tables(_claims_table(listed, f"{claims.size}, {recipe} recipe, validation text"))
+                made = replace(claims_table(listed), title=f"{claims.size}, {recipe} recipe, validation text", note="")
+                print_tables(made.without("rule").terminal(lines=True))
         print_words(_in_words(out, results, failing))
         return exit_code
 
@@ -171,21 +171,6 @@ def _row_json(row: RowStatus) -> dict[str, Any]:
         "attempts": row.attempts,
         "error": row.error,
     }
-
-
-def _claims_table(claims: list[Judgement], title: str) -> Table:
-    from rich.table import Table
-
-    from loopscope.studies.tables import claims_table
-
-    made = claims_table(claims)
-    shown = [column for column, name in enumerate(made.header) if name != "rule"]
-    table = Table(title=title, title_justify="left", show_lines=True)
-    for column in shown:
-        table.add_column(made.header[column], overflow="fold")
-    for row in made.rows:
-        table.add_row(*(row[column] for column in shown))
-    return table
 
 
 def _in_words(out: Path, results: Results, failing: list[Judgement]) -> str:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from markupsafe import Markup
 
 from loopscope.designs import DESIGNS
 from loopscope.files import write_atomically
-from loopscope.readings import driven_by_training, in_fold
+from loopscope.readings import driven_by_training
 from loopscope.results.thresholds import FURTHEST
-from loopscope.show.charts import Table, plain
 from loopscope.show.drawing import Mark, lines, scatter, standalone_scatter
+from loopscope.show.numbers import fold, plain, signed
 from loopscope.show.page import HERE, content_policy, environment
 from loopscope.show.sections import VERDICTS
+from loopscope.show.table import Column, Table, columns
 from loopscope.studies.atlas_properties import (
     PROPERTIES,
     Cell,
@@ -180,7 +182,7 @@ def _evidence(entry: Entry) -> Evidence:
         entry=entry,
         headline=_headline(entry),
         audits=[
-            (part, title, audited, variables_table(audited))
+            (part, title, audited, variables_table(audited, title))
             for part, title, audited in (
                 ("untrained", "The state before training", entry.untrained),
                 ("trained", "The state after training", entry.trained),
@@ -208,58 +210,49 @@ def _headline(entry: Entry) -> str:
     return f"{entry.state} while {entry.stage}" if entry.stage else entry.state or "nothing measured"
 
 
-def variables_table(audited: Audited | None) -> Table:
+def variables_table(audited: Audited | None, title: str) -> Table:
     """Every variable with its verdict, free range, what training does to it, and the evidence."""
-    header = ["variable", "verdict", "free range", "training", "evidence"]
     rows = []
     for one in audited.variables if audited else ():
-        free = "–" if one.free_range is None else in_fold(one.free_range)
-        moved = "–" if one.drift is None else driven_by_training(one.drift) if one.driven else "does not drive it"
-        rows.append([one.name, one.verdict, free, moved, one.evidence])
-    return Table(header, rows)
+        moved = None if one.drift is None else driven_by_training(one.drift) if one.driven else "does not drive it"
+        rows.append([one.name, one.verdict, one.free_range, moved, one.evidence])
+    free = Column("free range", fold)
+    return Table(f"{title}: its variables", ["variable", "verdict", free, "training", "evidence"], rows)
 
 
 def _depths_table(entry: Entry) -> Table:
     depths = entry.scores.depths if entry.scores else []
     rows = [
-        [f"{depth.k}{' (trained)' if depth.k == entry.num_loops else ''}", plain(depth.ce), plain(depth.norm)]
-        for depth in depths
+        [f"{depth.k}{' (trained)' if depth.k == entry.num_loops else ''}", depth.ce, depth.norm] for depth in depths
     ]
-    return Table(["loops", "CE, nats per token", "‖h‖"], rows)
+    return Table("Validation scores after each loop", ["loops", *columns(plain, "CE, nats per token", "‖h‖")], rows)
 
 
 def _answers_table(entry: Entry) -> Table:
     answers = entry.scores.answers if entry.scores else []
     loops = sorted({k for each in answers for k in each.accuracy})
-    rows = [
-        [f"{each.steps} steps", *(f"{each.accuracy[k]:.0%}" if k in each.accuracy else "–" for k in loops)]
-        for each in answers
-    ]
-    return Table(["right answers", *(f"{k} loops" for k in loops)], rows)
+    rows = [[f"{each.steps} steps", *map(each.accuracy.get, loops)] for each in answers]
+    header = [Column("right answers"), *columns(".0%", *(f"{k} loops" for k in loops))]
+    return Table("Right answers by the steps they take and the loops run", header, rows)
 
 
 def _mends_table(entry: Entry) -> Table:
     gap = entry.probe.exit_gap if entry.probe else None
     rows = []
     for mend in gap.mends if gap else ():
-        share = "–" if mend.share is None else f"{mend.share:.0%} [{mend.low or 0:.0%}, {mend.high or 0:.0%}]"
+        share = None if mend.share is None else f"{mend.share:.0%} [{mend.low or 0:.0%}, {mend.high or 0:.0%}]"
         rows.append([mend.name, share])
-    return Table(["map", "of the gap that it mends"], rows)
+    return Table("What a better reading would mend", ["map", "of the gap that it mends"], rows)
 
 
 def _cache_table(entry: Entry) -> Table:
     table = entry.probe.cache if entry.probe else None
+    header = [Column("policy"), Column("bytes", ".0%"), Column("ΔCE, nats", partial(signed, decimals=4))]
     rows = [
-        [
-            each.name,
-            "–" if each.share is None else f"{each.share:.0%}",
-            "–" if each.delta_ce is None else f"{each.delta_ce:+.4f}".replace("-", "−"),
-            "–" if each.standard_error is None else f"{each.standard_error:.4f}",
-            each.verdict,
-        ]
+        [each.name, each.share, each.delta_ce, each.standard_error, each.verdict]
         for each in (table.policies if table else ())
     ]
-    return Table(["policy", "bytes", "ΔCE, nats", "standard error", "verdict"], rows)
+    return Table("Cache policies on decoded text", [*header, Column("standard error", ".4f"), "verdict"], rows)
 
 
 def _facts(entry: Entry) -> list[tuple[str, str]]:

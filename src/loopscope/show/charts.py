@@ -9,11 +9,13 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loopscope.readings import Run
-from loopscope.show.grouping import ABSENT, Group
+from loopscope.show.grouping import Group
+from loopscope.show.numbers import plain
+from loopscope.show.table import Table, columns
 
 MOST_POINTS = 300
 """Points of a line; a longer one keeps first, last, and the extremes between."""
@@ -28,14 +30,6 @@ PLAIN = (1e-3, 1e6)
 """Ticks between these are written out; beyond, as powers of ten."""
 MARGIN = 0.04
 """Of a frame that is not plotly's own."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Text in rows; the first cell of a row is its name."""
-
-    header: list[str]
-    rows: list[list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +49,11 @@ class Chart:
     def groups(self) -> list[int]:
         """Indices of the groups that are drawn."""
         return sorted({trace["group"] for trace in self.traces})
+
+    @property
+    def as_text(self) -> Table:
+        """The table with its caption."""
+        return replace(self.table, title=f"{self.title}: {self.layout['yaxis']['title']['text']}")
 
 
 @dataclass(frozen=True)
@@ -175,8 +174,8 @@ def lines_table(lines: Sequence[Line], corner: str) -> Table:
     rows = []
     for line in lines:
         at = dict(zip(line.xs, line.ys, strict=True))
-        rows.append([line.label, *(plain(at.get(place)) for place in places)])
-    return Table([corner, *(plain(place) for place in places)], rows)
+        rows.append([line.label, *map(at.get, places)])
+    return Table("", [corner, *columns(plain, *map(plain, places))], rows)
 
 
 def thin(points: list[tuple[float, float | None]], most: int = MOST_POINTS) -> list[tuple[float, float | None]]:
@@ -234,25 +233,6 @@ def linear_width(values: Sequence[float | None]) -> float:
 def rounded(value: float) -> float:
     """As many digits as anybody reads: the page stays small."""
     return float(f"{value:.{SIGNIFICANT}g}")
-
-
-def plain(value: float | None) -> str:
-    """A number for people: 39,207, 5.404, 0.0012, 3.1e-07."""
-    if value is None:
-        return ABSENT
-    size = abs(value)
-    if size >= 1e7 or 0 < size < 1e-4:
-        return f"{value:.2e}".replace("-", "−", 1) if value < 0 else f"{value:.2e}"
-    text = f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
-    return text.replace("-", "−")
-
-
-def signed(value: float | None, digits: int = 2) -> str:
-    """A difference with its sign, unless it rounds to nothing: +0.96, −0.06, 0.00."""
-    if value is None:
-        return ABSENT
-    text = f"{value:+.{digits}f}"
-    return text.replace("-", "−") if float(text) else text[1:]
 
 
 def escaped(text: str) -> str:

@@ -13,7 +13,7 @@ from html import escape
 
 from markupsafe import Markup
 
-from loopscope.show.charts import plain
+from loopscope.show.numbers import plain
 
 WIDTH = 760
 LEFT, RIGHT, TOP = 64.0, 530.0, 50.0

@@ -12,17 +12,16 @@ from loopscope.show.charts import (
     Axis,
     Chart,
     Line,
-    Table,
     layout,
     level,
     line_traces,
     linear_width,
     lines_table,
     log_ticks,
-    plain,
     values_of,
 )
 from loopscope.show.grouping import Group
+from loopscope.show.numbers import plain
 from loopscope.show.series import (
     OfDepth,
     alphas,
@@ -36,6 +35,7 @@ from loopscope.show.series import (
     splits_table,
     while_training,
 )
+from loopscope.show.table import Column, Table, columns
 
 ALPHA_WIDTH = 0.01
 ALPHA_SHOWN = 1.0
@@ -77,7 +77,8 @@ def plane(groups: Sequence[Group]) -> Chart:
         traces=traces,
         layout=layout(x, y, points, level(y, 0.0, "first exit = full depth", inside=True)),
         table=Table(
-            ["run", "CE(1)", "CE(K)", "CE(1) − CE(K)", "‖h_K‖", "measured on"],
+            "",
+            ["run", *columns(plain, "CE(1)", "CE(K)", "CE(1) − CE(K)", "‖h_K‖"), "measured on"],
             [[point.label, *_plane_cells(point.run)] for point in points],
         ),
         missing=NEEDS_EVAL,
@@ -247,7 +248,7 @@ def halting(groups: Sequence[Group]) -> Chart:
             if each.mean_loops is not None and (value := of(each.as_depth)) is not None:
                 marks.append(Line(group, run, [each.mean_loops], [value], each.policy))
                 figures = (each.threshold, each.mean_loops, value, each.tokens_per_second)
-                rows.append([marks[-1].label, each.rule, *map(plain, figures)])
+                rows.append([marks[-1].label, each.rule, *figures])
     runs = {mark.run.name for mark in marks}
     lines = [line for line in lines_of(groups, at_depths(of)) if line.run.name in runs]
     x, y = Axis("loops a token"), Axis(name, "log")
@@ -258,7 +259,9 @@ def halting(groups: Sequence[Group]) -> Chart:
         "leaving at the same loop. Marks on the line are what a fixed depth gives too.",
         traces=[*line_traces(lines, x, y, mode="lines"), *line_traces(marks, x, y, mode="markers")],
         layout=layout(x, y, [*lines, *marks]),
-        table=Table(["run", "rule", "threshold", "loops a token", name, "tokens per second"], rows),
+        table=Table(
+            "", ["run", "rule", *columns(plain, "threshold", "loops a token", name, "tokens per second")], rows
+        ),
         missing=NEEDS_POLICIES,
         note=note,
     )
@@ -274,7 +277,7 @@ def certified(groups: Sequence[Group]) -> Chart:
                 marks.append(Line(group, run, [each.mean_loops], [100 * each.ppl_increase], each.rule))
                 bounds.add((found.max_ppl_increase, found.confidence))
                 figures = (each.threshold, each.mean_loops, each.ppl_increase, each.tokens_per_second)
-                rows.append([marks[-1].label, *map(plain, figures)])
+                rows.append([marks[-1].label, *figures])
     x, y = Axis("loops a token"), Axis("increase of perplexity, %")
     promised = [bound for bound, _ in bounds if bound is not None]
     levels = [level(y, 100 * promised[0], "allowed")] if len(bounds) == 1 and promised else []
@@ -285,7 +288,11 @@ def certified(groups: Sequence[Group]) -> Chart:
         "of one's own saves beyond all leaving at the same one.",
         traces=line_traces(marks, x, y, mode="markers"),
         layout=layout(x, y, marks, *levels),
-        table=Table(["run", "threshold", "loops a token", "increase of perplexity", "tokens per second"], rows),
+        table=Table(
+            "",
+            ["run", *columns(plain, "threshold", "loops a token", "increase of perplexity", "tokens per second")],
+            rows,
+        ),
         missing=NEEDS_CALIBRATION,
         note="The promise is about the true mean; a mean over test text is a measurement, and may lie above it.",
     )
@@ -301,7 +308,7 @@ def speed(groups: Sequence[Group]) -> Chart:
         points = [(rate, of(depth), depth.k) for depth in run.depths if (rate := rates.get(depth.k))]
         if points:
             lines.append(Line(group, run, [x for x, _, _ in points], [y for _, y, _ in points]))
-            rows += [[lines[-1].label, str(k), plain(x), plain(y)] for x, y, k in points]
+            rows += [[lines[-1].label, k, x, y] for x, y, k in points]
     x, y = Axis("tokens decoded per second, at batch 1", "log"), Axis(name, "log")
     return Chart(
         name="speed",
@@ -309,7 +316,7 @@ def speed(groups: Sequence[Group]) -> Chart:
         look="Look for the lower right: fast and good. Along a line from right to left every point runs one loop more.",
         traces=line_traces(lines, x, y),
         layout=layout(x, y, lines),
-        table=Table(["run", "loops", "tokens per second", name], rows),
+        table=Table("", ["run", Column("loops", "d"), *columns(plain, "tokens per second", name)], rows),
         missing=NEEDS_SPEED,
         note=note,
     )
@@ -321,15 +328,15 @@ def gates(groups: Sequence[Group]) -> Chart:
     calibrated = [(group, run, run.halting) for group, run in each_run(groups) if run.halting]
     for group, run, found in calibrated:
         told = (found.mean_loops, found.fixed_depth, found.saved, None, None, None)
-        rows.append([" · ".join((group.label, run.name, f"rule {found.rule}")), *map(plain, told)])
+        rows.append([" · ".join((group.label, run.name, f"rule {found.rule}")), *told])
         for gate in found.gates:
             points = [(loop.norm, loop.logit) for loop in gate.loops if loop.norm]
             lines.append(Line(group, run, [x for x, _ in points], [y for _, y in points], f"gate on {gate.reads}"))
             by_loop = {loop.k: loop.logit for loop in gate.loops}
             logits = [by_loop.get(1), by_loop.get(run.num_loops), points[-1][1] if points else None]
-            rows.append([lines[-1].label, *map(plain, (gate.mean_loops, gate.fixed_depth, gate.saved, *logits))])
+            rows.append([lines[-1].label, gate.mean_loops, gate.fixed_depth, gate.saved, *logits])
     x, y = Axis("norm ‖h_k‖ of the state", "log"), Axis("mean |logit| of the gate", "log", shows=(1.0,))
-    header = ["run", "loops", "fixed depth", "saved beyond it", "|logit|, loop 1", "loop K", "the last watched"]
+    header = ["loops", "fixed depth", "saved beyond it", "|logit|, loop 1", "loop K", "the last watched"]
     return Chart(
         name="gates",
         title="Exit gates: how sure they are where the state is long",
@@ -338,7 +345,7 @@ def gates(groups: Sequence[Group]) -> Chart:
         "the smallest fixed depth at the same bound.",
         traces=line_traces(lines, x, y),
         layout=layout(x, y, lines, *([level(y, SATURATED_LOGIT, "satu-<br>rated")] if lines else [])),
-        table=Table(header, rows),
+        table=Table("", ["run", *columns(plain, *header)], rows),
         missing=NEEDS_HALTING,
     )
 
@@ -346,10 +353,9 @@ def gates(groups: Sequence[Group]) -> Chart:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _plane_cells(run: Run) -> list[str]:
-    depths = run.depth(1), run.depth(run.num_loops)
-    ces = [plain(depth.ce if depth else None) for depth in depths]
-    return [*ces, plain(exit_failure(run)), plain(final_norm(run)), run.depths_from]
+def _plane_cells(run: Run) -> list[object]:
+    ces = [depth.ce if depth else None for depth in (run.depth(1), run.depth(run.num_loops))]
+    return [*ces, exit_failure(run), final_norm(run), run.depths_from]
 
 
 def _growth_axis(values: Sequence[float]) -> Axis:

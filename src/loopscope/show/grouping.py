@@ -11,6 +11,7 @@ from loopscope.config import changes_learning
 from loopscope.files import number, setting, words
 from loopscope.readings import Run
 from loopscope.rows.conditions import CONDITIONS, FACTORS, RECIPES
+from loopscope.show.numbers import ABSENT
 
 NAMED = {"readout": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "final-only": "final-only norm"}}
 KINDS = {tuple(getattr(condition, name) for name in FACTORS): condition.kind for condition in CONDITIONS.values()}
@@ -23,7 +24,6 @@ ORDER = ("RMSNorm", "raw", "final-only norm", "penalty", "inter-loop norm", "Lay
 MOST_NAMED = 2
 """Differing fields that a label names before it says how many more there are."""
 SHA_DIGITS = 16
-ABSENT = "–"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ def plain(value: float | None, digits: int = 4) -> str:
     """A number for people: 39,207, 5.404, 0.0012, 3.10e-07; no zeros at its end."""
     if value is None:
         return ABSENT
-    size = abs(value)
+    size, rounded = abs(value), float(f"{value:.{digits}g}")
     if size >= 1e7 or 0 < size < 1e-4:
         text = f"{value:.2e}"
-    elif size >= 1000:
-        text = f"{float(f'{value:.{digits}g}') if digits < 4 else value:,.0f}"
+    elif abs(rounded) >= 1000:
+        text = f"{rounded if digits < 4 else value:,.0f}"
     else:
         text = f"{value:.{digits}g}"
     return text.replace("-", "−", 1) if value < 0 else text
@@ -67,7 +67,7 @@ def mean_deviation(values: Iterable[float | None], sign: str = "") -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ABSENT
-    mean = statistics.fmean(known)
+    mean = sum(known) / len(known)
     text = padded(mean, sign=sign if mean > 0 else "")
     if len(known) == 1:
         return text

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from loopscope.errors import ConfigError, UnsupportedError
 from loopscope.files import write_atomically
 from loopscope.show import figures, sections
-from loopscope.show.charts import Chart, plain
+from loopscope.show.charts import Chart
 from loopscope.show.grouping import Group, compare, group_runs
 from loopscope.show.inputs import Inputs, read_inputs
 from loopscope.show.verdict import Verdict, judge
@@ -231,12 +231,10 @@ def _title(inputs: Inputs) -> str:
 @cache
 def environment() -> Environment:
     """The templates of this folder; whatever they are given is escaped."""
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["plain"] = plain
-    return environment

@@ -6,16 +6,18 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 
 import yaml
 
 from loopscope.files import number, setting, words
-from loopscope.readings import Audit, Event, Push, Run, Variable, driven_by_training, free_to_grow, in_fold, percent
+from loopscope.readings import Audit, Event, Push, Run, Variable, driven_by_training, free_to_grow
 from loopscope.rows.documents import FAILS, HOLDS, Judgement, Measured, Reproduction
-from loopscope.show.charts import Table, plain, signed
-from loopscope.show.grouping import ABSENT, Group
+from loopscope.show.grouping import Group
+from loopscope.show.numbers import ABSENT, fold, percent, plain, signed
 from loopscope.show.series import each_run
+from loopscope.show.table import Column, Table, columns
 
 MOST_EVENTS = 20
 MOST_DEPTHS = 32
@@ -76,15 +78,17 @@ def _audit_view(group: Group, run: Run, audit: Audit) -> AuditView:
         hidden=_hidden(audit),
         variables=audit.variables,
         free=[told for variable in audit.variables if variable.verdict == "blind" and (told := _told(variable, audit))],
-        numbers=_numbers(audit),
+        numbers=_numbers(run, audit),
         interventions=Table(
-            ["intervention", "CE", "change of CE"],
-            [[each.name, plain(each.ce), signed(each.delta_ce, 4)] for each in audit.interventions],
+            "Interventions on the scale",
+            ["intervention", Column("CE", plain), Column("change of CE", partial(signed, decimals=4))],
+            [[each.name, each.ce, each.delta_ce] for each in audit.interventions],
         ),
         tokens=Table(
-            ["token", "position", "norm", "times the median"],
+            "Heaviest tokens",
+            ["token", *columns(plain, "position", "norm", "times the median")],
             [
-                [_quoted(each.text) or words(each.token), *map(plain, (each.position, each.norm, each.ratio))]
+                [_quoted(each.text) or words(each.token), each.position, each.norm, each.ratio]
                 for each in audit.heaviest[:8]
             ],
         ),
@@ -106,35 +110,30 @@ def _told(variable: Variable, audit: Audit) -> str:
 
 def _pushed(push: Push) -> str:
     """`ran 17.6-fold, for +0.15 nats`."""
-    far = ABSENT if push.growth is None else in_fold(push.growth)
+    far = ABSENT if push.growth is None else fold(push.growth)
     return f"{'ran' if push.far else 'went'} {far}, for {signed(push.paid)} nats"
 
 
-def _numbers(audit: Audit) -> Table:
+def _numbers(run: Run, audit: Audit) -> Table:
     """A row for every variable; what no variable of this audit has is no column."""
     pushes = {push.name: _pushed(push) for push in audit.pushes}
-    columns = {
-        "verdict": [each.verdict for each in audit.variables],
-        "free range": [ABSENT if each.free_range is None else in_fold(each.free_range) for each in audit.variables],
-        "tokens free tenfold": [
-            ABSENT if each.free_tokens is None else f"{100 * each.free_tokens:.0f} %" for each in audit.variables
-        ],
-        "training": [_drift(each) for each in audit.variables],
-        "push test": [pushes.get(each.name, ABSENT) for each in audit.variables],
-        "visibility": [plain(each.visibility) for each in audit.variables],
-        "delayed": [plain(each.delayed_visibility) for each in audit.variables],
-        "activity": [plain(each.activity) for each in audit.variables],
-        "evidence": [each.evidence for each in audit.variables],
-    }
-    kept = {name: cells for name, cells in columns.items() if any(cell != ABSENT for cell in cells)}
-    names = [each.name for each in audit.variables]
-    return Table(["variable", *kept], [list(row) for row in zip(names, *kept.values(), strict=True)])
+    header = [
+        *(Column("variable"), Column("verdict"), Column("free range", fold), Column("tokens free tenfold", percent)),
+        *(Column("training"), Column("push test"), *columns(plain, "visibility", "delayed", "activity")),
+        Column("evidence"),
+    ]
+    rows: list[list[object]] = []
+    for each in audit.variables:
+        seen = (each.visibility, each.delayed_visibility, each.activity, each.evidence)
+        tried = (_drift(each), pushes.get(each.name))
+        rows.append([each.name, each.verdict, each.free_range, each.free_tokens, *tried, *seen])
+    return Table(f"Variables of {run.name}", header, rows).measured()
 
 
-def _drift(variable: Variable) -> str:
+def _drift(variable: Variable) -> str | None:
     """+4 % a step, or not driven."""
     if variable.driven is None or variable.drift is None:
-        return ABSENT
+        return None
     return f"{'+' if variable.drift > 0 else '−'}{percent(variable.drift)} a step" if variable.driven else "not driven"
 
 
@@ -254,7 +253,7 @@ def claim_notes(reproductions: Sequence[Reproduction]) -> list[str]:
     return list(notes)
 
 
-def differences(reproductions: Sequence[Reproduction]) -> list[tuple[str, Table]]:
+def differences(reproductions: Sequence[Reproduction]) -> list[Table]:
     """What each grid does differently from the paper, by recipe."""
     found = []
     for reproduction in reproductions:
@@ -262,7 +261,7 @@ def differences(reproductions: Sequence[Reproduction]) -> list[tuple[str, Table]
             rows = [[each.field, each.paper, each.here] for each in part.differences]
             if rows:
                 title = f"{reproduction.name}, {recipe} recipe: what differs from the paper"
-                found.append((title, Table(["setting", "in the paper", "here"], rows)))
+                found.append(Table(title, ["setting", "in the paper", "here"], rows))
     return found
 
 
@@ -301,6 +300,7 @@ def _run_view(group: Group, run: Run) -> RunView:
         facts=[(name, value) for name, value in _facts(run) if value],
         versions=", ".join(f"{name} {words(value)}" for name, value in versions.items() if value),
         choices=Table(
+            "Every automatic choice with its reason",
             ["choice", "value", "reason"],
             [
                 [row.text("name"), setting(row.values.get("value")), row.text("reason")]

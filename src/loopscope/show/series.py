@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 from loopscope.readings import AuditedLoop, Logged, Run, alpha_changes, shares_by_loop
 from loopscope.scores import Depth, Split
-from loopscope.show.charts import Line, Table, plain
+from loopscope.show.charts import Line
 from loopscope.show.grouping import Group
+from loopscope.show.numbers import plain
+from loopscope.show.table import Table, columns
 
 Points = list[tuple[float, float | None]]
 OfDepth = Callable[[Depth], float | None]
@@ -86,5 +88,5 @@ def splits_table(groups: Sequence[Group], name: str, of: OfDepth) -> Table:
                 values = [take(at[k]) if k in at else None for k in ks]
                 if any(value is not None for value in values):
                     label = " · ".join(part for part in (group.label, run.name, split, measure) if part)
-                    rows.append([label, *(plain(value) for value in values)])
-    return Table(["run \\ loops", *(str(k) for k in ks)], rows)
+                    rows.append([label, *values])
+    return Table("", ["run \\ loops", *columns(plain, *map(str, ks))], rows)

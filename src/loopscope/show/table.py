@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,10 +78,16 @@ class Table:
     def _columns(self) -> list[Column]:
         return [Column(column) if isinstance(column, str) else column for column in self.columns]
 
-    def only(self, *places: int) -> Table:
-        """The same with these columns alone."""
-        kept = [[row[place] for place in places] for row in self.rows]
-        return Table(self.title, [self.columns[place] for place in places], kept, self.note, self.name, self.absent)
+    def without(self, *names: str) -> Table:
+        """The same without the columns of these names."""
+        kept = [place for place, name in enumerate(self.header) if name not in names]
+        rows = [[row[place] for place in kept] for row in self.rows]
+        return replace(self, columns=[self.columns[place] for place in kept], rows=rows)
+
+    def measured(self) -> Table:
+        """The same without the columns in which nothing was measured."""
+        by_column = zip(self.header, zip(*self.rows, strict=True), strict=False)
+        return self.without(*(name for name, values in by_column if all(value is None for value in values)))
 
     def terminal(self, *, lines: bool = False) -> RichTable:
         """For a terminal; `lines` between rows where cells are long. Nothing is cut: what is too long is folded."""

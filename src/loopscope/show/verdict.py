@@ -16,12 +16,11 @@ from loopscope.readings import (
     final_norm,
     free_to_grow,
     hides_scale,
-    in_fold,
 )
 from loopscope.results.thresholds import CLEAR, FURTHEST
 from loopscope.rows.documents import TOO_EARLY, Reproduction
-from loopscope.show.charts import plain, signed
 from loopscope.show.grouping import Group, group_runs
+from loopscope.show.numbers import brief, fold, signed
 from loopscope.show.sections import AuditView, ClaimTable, audit_views
 from loopscope.show.series import each_run
 
@@ -158,7 +157,7 @@ def _range(variables: Sequence[Variable]) -> str:
     if len(variables) == 1:
         return free_to_grow(variables[0].free_range or 1.0, variables[0].free_tokens)
     ranges = [variable.free_range for variable in variables if variable.free_range is not None]
-    low, high = in_fold(min(ranges)), in_fold(max(ranges))
+    low, high = fold(min(ranges)), fold(max(ranges))
     if low == high:
         return free_to_grow(min(ranges))
     most = "without limit in some runs" if max(ranges) >= FURTHEST else f"{high} in others"
@@ -184,19 +183,17 @@ def _scale(groups: Sequence[Group]) -> str:
     if normed and raw:
         ratio = normed / raw
         text = (
-            f"with every loop supervised, the state ends at norm {_brief(normed)} through the RMSNorm readout, "
-            f"{_times(ratio)} the {_brief(raw)} it ends at through the raw one."
+            f"with every loop supervised, the state ends at norm {brief(normed)} through the RMSNorm readout, "
+            f"{_times(ratio)} the {brief(raw)} it ends at through the raw one."
         )
         penalised = norms.get((PER_LOOP, "penalty"))
-        text += (
-            f" With a norm penalty and the RMSNorm readout kept it ends at {_brief(penalised)}." if penalised else ""
-        )
+        text += f" With a norm penalty and the RMSNorm readout kept it ends at {brief(penalised)}." if penalised else ""
         return text if ratio >= CLEAR else f"{text} That is not a clear contrast; longer runs may show one."
     if len(norms) > 1:
         low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
         return (
-            f"after the last loop the state has norms from {_brief(norms[low])} ({' + '.join(low)}) to "
-            f"{_brief(norms[high])} ({' + '.join(high)})."
+            f"after the last loop the state has norms from {brief(norms[low])} ({' + '.join(low)}) to "
+            f"{brief(norms[high])} ({' + '.join(high)})."
         )
     return _growth(groups)
 
@@ -211,9 +208,9 @@ def _growth(groups: Sequence[Group]) -> str:
     since = ""
     if start and norm:
         ratio = norm / start
-        since = f", {_times(ratio)} the {_brief(start)}" if ratio > 1 else f", down from {_brief(start)}"
+        since = f", {_times(ratio)} the {brief(start)}" if ratio > 1 else f", down from {brief(start)}"
         since += " of the first logged step" if ratio > 1 else " at the first logged step"
-    return f"the state has norm {_brief(norm)} after the last loop{since}."
+    return f"the state has norm {brief(norm)} after the last loop{since}."
 
 
 def _exits(groups: Sequence[Group]) -> str:
@@ -316,12 +313,7 @@ def _means(groups: Sequence[Group], of: Callable[[Run], float | None]) -> dict[t
 
 
 def _times(ratio: float) -> str:
-    return f"{_brief(ratio)} times"
-
-
-def _brief(value: float | None) -> str:
-    """Three digits: a verdict is read aloud."""
-    return plain(None if value is None else float(f"{value:.3g}"))
+    return f"{brief(ratio)} times"
 
 
 def _labels(audits: Sequence[AuditView]) -> list[str]:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from loopscope.readings import Variable, in_fold
+from loopscope.readings import Variable
 from loopscope.results.thresholds import TENFOLD
+from loopscope.show.numbers import fold, padded
+from loopscope.show.table import Table
 from loopscope.studies.atlas_record import FAR, AtlasRecord, Audited, Entry, Setting
-from loopscope.studies.results import shown
-from loopscope.studies.tables import Table
 
 Tone = Literal["good", "bad", "open", ""]
 NOT_MEASURED = "–"
@@ -81,7 +81,7 @@ def _variables(audited: Audited | None) -> Cell:
 
 
 def _variable(one: Variable) -> str:
-    free = "" if one.free_range is None else f" {in_fold(one.free_range)}"
+    free = "" if one.free_range is None else f" {fold(one.free_range)}"
     return f"{one.name} {one.verdict}{free}"
 
 
@@ -91,14 +91,14 @@ def _growth(entry: Entry) -> Cell:
     if factor is None or entry.untrained is None or entry.trained is None:
         return Cell(NOT_MEASURED)
     before, after = (audited.norm(entry.num_loops or 0) for audited in (entry.untrained, entry.trained))
-    return Cell(f"×{shown(factor, 3)} ({shown(before, 3)} → {shown(after, 3)})", factor, _growth_tone(entry, factor))
+    return Cell(f"×{padded(factor, 3)} ({padded(before, 3)} → {padded(after, 3)})", factor, _growth_tone(entry, factor))
 
 
 def _far(entry: Entry) -> Cell:
     """The factor, or the last loop that leaves a finite state."""
     factor = entry.growth_beyond
     if factor is not None:
-        return Cell(f"×{shown(factor, 3)}", factor, _growth_tone(entry, factor))
+        return Cell(f"×{padded(factor, 3)}", factor, _growth_tone(entry, factor))
     last = _last_finite(entry)
     return Cell(NOT_MEASURED) if last is None else Cell(f"finite to loop {last}", sys.float_info.max, "bad")
 
@@ -257,10 +257,11 @@ PROPERTIES = (
 
 def atlas_tables(record: AtlasRecord) -> list[Table]:
     """One for every setting: designs × properties."""
-    return [_table(record, setting) for setting in record.settings()]
+    return [atlas_table(record, setting) for setting in record.settings()]
 
 
-def _table(record: AtlasRecord, setting: Setting) -> Table:
+def atlas_table(record: AtlasRecord, setting: Setting) -> Table:
+    """Designs × properties in one setting."""
     rows = []
     for design in record.designs:
         entry = record.entry(design.name, setting)
@@ -271,13 +272,8 @@ def _table(record: AtlasRecord, setting: Setting) -> Table:
     note = (
         f"{steps} steps, seed {asked.seed}, one row each. – is not measured; every number's evidence is in atlas.json."
     )
-    return Table(
-        f"atlas-{setting.key}",
-        f"The atlas: {setting.title}",
-        ["design", *(each.title for each in PROPERTIES)],
-        rows,
-        note,
-    )
+    header = ["design", *(each.title for each in PROPERTIES)]
+    return Table(f"The atlas: {setting.title}", header, rows, note, name=f"atlas-{setting.key}")
 
 
 def free_range_and_growth(entry: Entry) -> tuple[float, float] | None:

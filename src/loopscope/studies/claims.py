@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from loopscope.rows.documents import FAILS, HOLDS, NOT_MEASURED, TOO_EARLY, ClaimsRecord, Judgement, PaperValue
 from loopscope.scores import SPLITS
+from loopscope.show.numbers import padded
 from loopscope.studies import evidence
 from loopscope.studies.evidence import RESAMPLES, Quantity
-from loopscope.studies.results import Results, View, shown
+from loopscope.studies.results import Results, View
 
 SOURCES = {
     "P": "abstract and project page of arXiv 2606.24898",
@@ -63,7 +64,7 @@ class Claim:
         judged = [quantity for quantity in quantities if quantity.obeyed is not None]
         words = [quantity.in_words() for quantity in judged] + [f"not measured: {name}" for name in missing]
         if judged and (early := evidence.untaught(view, self.compares_ce)):
-            rows = ", ".join(f"{name} {shown(gain, 3, '+')}" for name, gain in early.items())
+            rows = ", ".join(f"{name} {padded(gain, 3, '+')}" for name, gain in early.items())
             asked = f"must be at least {evidence.LEARNED:g}"
             return TOO_EARLY, f"nats by which a unigram model of the same text is worse ({asked}): {rows}"
         if evidence.unguarded(view, self.compares_ce):

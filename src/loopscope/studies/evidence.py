@@ -29,7 +29,8 @@ from loopscope.readings import (
 )
 from loopscope.results.thresholds import CLEAR, LINEAR_BELOW
 from loopscope.rows.documents import Measured
-from loopscope.studies.results import View, shown
+from loopscope.show.numbers import padded
+from loopscope.studies.results import View
 
 RMSNORM, RAW, PENALTY = "per-loop+rmsnorm", "per-loop+raw", "per-loop+penalty"
 CORNERS = ("terminal+rmsnorm", "terminal+raw", RMSNORM, RAW)
@@ -94,7 +95,7 @@ class Quantity:
         """Name, mean, rule, and how many seeds obey it by themselves."""
         assert self.bound is not None
         agreeing = sum(self.bound.obeyed(value) for value in self.seeds.values())
-        return f"{self.name} {shown(self.mean)} (must be {self.bound}; {agreeing} of {len(self.seeds)} seeds)"
+        return f"{self.name} {padded(self.mean)} (must be {self.bound}; {agreeing} of {len(self.seeds)} seeds)"
 
     def summary(self) -> Measured:
         """With what follows from the seeds, as claims.json keeps it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from loopscope.show.numbers import ABSENT, brief, plain
+from loopscope.show.table import Column, Table, columns
 from loopscope.studies.ouro_record import (
     AS_IT_IS,
     EXIT_THRESHOLDS,
@@ -15,9 +17,6 @@ from loopscope.studies.ouro_record import (
     SHARP,
     OuroRecord,
 )
-from loopscope.studies.tables import Table
-
-MISSING = "–"
 
 
 def publish_ouro(record: OuroRecord, out: Path, say: Callable[[str], None]) -> list[Table]:
@@ -45,9 +44,8 @@ def conclusion(record: OuroRecord) -> str:
     last = record.last
     if last is None:
         return "the α-sweep is not measured at the trained depth"
-    spans = [
-        f"{READOUTS[name]} by {span:.3g} nats" for name in (AS_IT_IS, REMOVED) if (span := last.span(name)) is not None
-    ]
+    found = {READOUTS[name]: last.span(name) for name in (AS_IT_IS, REMOVED)}
+    spans = [f"{name} by {brief(span)} nats" for name, span in found.items() if span is not None]
     return (
         f"Scaling the state of loop {last.k} by 0.1 to 10 before the readout moves CE {' and '.join(spans)}. The paper "
         f"finds it flat with RMSNorm and sharp without: {record.verdict} (limits: at most {FLAT}, at least {SHARP})."
@@ -59,13 +57,12 @@ def _variable_depth(record: OuroRecord) -> Table | None:
         return None
     speeds = {speed.k: speed.tokens_per_second for speed in record.throughput}
     rows = [
-        [_loop(record, each.k)]
-        + [_shown(value) for value in (each.ce, each.perplexity, each.bits_per_byte, each.norm, speeds.get(each.k))]
+        [_loop(record, each.k), each.ce, each.perplexity, each.bits_per_byte, each.norm, speeds.get(each.k)]
         for each in record.depths.depths
     ]
-    header = ["loops K", "CE", "perplexity", "bits per byte", "mean norm", "tokens per second"]
+    header = [Column("loops K"), *columns(plain, "CE", "perplexity", "bits per byte", "mean norm", "tokens per second")]
     note = f"{_count(record.depths.tokens)} tokens of {record.text}; * as trained; one readout, {record.subject.device}"
-    return Table("variable_depth", "Variable depth", header, rows, note)
+    return Table("Variable depth", header, rows, note, name="variable_depth")
 
 
 def _alpha_sweep(record: OuroRecord) -> Table | None:
@@ -73,73 +70,65 @@ def _alpha_sweep(record: OuroRecord) -> Table | None:
         return None
     alphas = [f"{alpha:g}" for alpha in record.states.alphas if alpha is not None]
     rows = [
-        [_loop(record, loop.k), READOUTS[name], *map(_shown, ce)]
-        for loop in record.states.loops
-        for name, ce in loop.sweep.items()
+        [_loop(record, loop.k), READOUTS[name], *ce] for loop in record.states.loops for name, ce in loop.sweep.items()
     ]
     note = f"CE in nats, {_count(record.states.tokens)} tokens; the state is scaled before the norm. * as trained"
-    return Table("alpha_sweep", "CE when the state is scaled by α", ["loop", "readout", *alphas], rows, note)
+    header = [Column("loop"), Column("readout"), *columns(plain, *alphas)]
+    return Table("CE when the state is scaled by α", header, rows, note, name="alpha_sweep")
 
 
 def _radial_gradient(record: OuroRecord) -> Table | None:
     if record.states is None:
         return None
     names = list(record.states.loops[0].radial_share) if record.states.loops else []
-    rows = [
-        [_loop(record, loop.k), *(_shown(loop.radial_share.get(name)) for name in names)]
-        for loop in record.states.loops
-    ]
+    rows = [[_loop(record, loop.k), *(loop.radial_share.get(name) for name in names)] for loop in record.states.loops]
     note = "Median over tokens of |⟨∇_h CE, h⟩|/(‖∇_h CE‖‖h‖), through the readout of that loop alone"
-    header = ["loop", *(READOUTS[name] for name in names)]
-    return Table("radial_gradient", "Radial gradient share", header, rows, note)
+    header = [Column("loop"), *columns(plain, *(READOUTS[name] for name in names))]
+    return Table("Radial gradient share", header, rows, note, name="radial_gradient")
 
 
 def _token_norms(record: OuroRecord) -> Table | None:
     if record.states is None:
         return None
     quantiles = ["largest" if q == 1 else f"{100 * q:g} %" for q in NORM_QUANTILES]
-    rows = [
-        [_loop(record, loop.k), _shown(loop.norm), *map(_shown, loop.norm_quantiles)] for loop in record.states.loops
-    ]
+    rows = [[_loop(record, loop.k), loop.norm, *loop.norm_quantiles] for loop in record.states.loops]
     note = f"‖h_k‖ of {_count(record.states.tokens)} tokens before any norm"
-    return Table("token_norms", "Norms of tokens", ["loop", "mean", *quantiles], rows, note)
+    return Table("Norms of tokens", ["loop", *columns(plain, "mean", *quantiles)], rows, note, name="token_norms")
 
 
 def _exit_gate(record: OuroRecord) -> Table | None:
     gate = record.gate
     if gate is None:
         return None
-    header = ["loop", "mean λ", "mean p", "median p", *(f"leave at {q:g}" for q in EXIT_THRESHOLDS)]
     median = NORM_QUANTILES.index(0.5)
-    rows = [
-        [str(loop.k), _shown(loop.leaving), _shown(loop.exit_probability), _shown(_nth(loop.exit_quantiles, median))]
-        + [_shown(_nth(each.shares, loop.k - 1)) for each in gate.thresholds]
-        for loop in gate.loops
-    ]
-    rows.append(["mean loops", "", _shown(gate.expected_loops), "", *(_shown(t.mean_loops) for t in gate.thresholds)])
+    rows: list[list[object]] = []
+    for loop in gate.loops:
+        shares = (_nth(each.shares, loop.k - 1) for each in gate.thresholds)
+        median_exit = _nth(loop.exit_quantiles, median)
+        rows.append([str(loop.k), loop.leaving, loop.exit_probability, median_exit, *shares])
+    rows.append(["mean loops", "", gate.expected_loops, "", *(each.mean_loops for each in gate.thresholds)])
+    leaves = (f"leave at {q:g}" for q in EXIT_THRESHOLDS)
     note = (
         f"{_count(gate.tokens)} tokens. λ: probability of leaving at a loop once there; p: of leaving there at all, "
         "the last loop taking the rest; leave at q: share of tokens whose cumulative p first reaches q there"
     )
-    return Table("exit_gate", "Exit gate", header, rows, note)
+    header = [Column("loop"), *columns(plain, "mean λ", "mean p", "median p", *leaves)]
+    return Table("Exit gate", header, rows, note, name="exit_gate")
 
 
 def _downstream(record: OuroRecord) -> Table | None:
     if not record.tasks:
         return None
     ks = sorted({score.k for score in record.tasks})
-    cells = {(score.task, score.metric, score.k): score for score in record.tasks}
+    cells = {
+        (score.task, score.metric, score.k): plain(score.value)
+        + ("" if score.error is None else f" ± {score.error:.2g}")
+        for score in record.tasks
+    }
     names = list(dict.fromkeys((score.task, score.metric) for score in record.tasks))
-
-    def cell(task: str, metric: str, k: int) -> str:
-        score = cells.get((task, metric, k))
-        if score is None:
-            return MISSING
-        return _shown(score.value) + ("" if score.error is None else f" ± {score.error:.2g}")
-
-    rows = [[task, metric, *(cell(task, metric, k) for k in ks)] for task, metric in names]
-    header = ["task", "metric", *(f"K = {k}" for k in ks)]
-    return Table("downstream", "Downstream tasks by depth", header, rows, "± standard error")
+    rows = [[task, metric, *(cells.get((task, metric, k)) for k in ks)] for task, metric in names]
+    header = [Column("task"), Column("metric"), *(Column(f"K = {k}", align="right") for k in ks)]
+    return Table("Downstream tasks by depth", header, rows, "± standard error", name="downstream")
 
 
 def _loop(record: OuroRecord, k: int) -> str:
@@ -152,8 +141,4 @@ def _nth(values: list[float | None], place: int) -> float | None:
 
 
 def _count(number: int | None) -> str:
-    return MISSING if number is None else f"{number:,}"
-
-
-def _shown(value: float | None) -> str:
-    return MISSING if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return ABSENT if number is None else f"{number:,}"

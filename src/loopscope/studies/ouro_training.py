@@ -21,8 +21,9 @@ from loopscope.rows.conditions import OURO_CONDITIONS, OURO_TRAIN, OuroSize
 from loopscope.rows.documents import GridRecord, RecipeRecord
 from loopscope.rows.grid import Request, add_request, lay_out
 from loopscope.rows.spec import Layout, RowSpec, Say
+from loopscope.show.numbers import plain
+from loopscope.show.table import Column, Table, columns
 from loopscope.studies.ouro_record import AS_IT_IS, FILE, REMOVED, Asked, OuroRecord
-from loopscope.studies.tables import Table
 
 FINEWEB = "hf:HuggingFaceFW/fineweb:sample-10BT"
 TOKENS_PER_DOCUMENT = 400
@@ -203,16 +204,11 @@ def publish_training(
 
 def trained_table(trained: Sequence[Trained]) -> Table:
     """One line for each row."""
-    header = ["row", "tokens", "CE(K)", "PPL(K)", "CE(1) − CE(K)", "‖h_K‖", "CE over α", "radial share", "Figure 6"]
-
-    def shown(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4g}"
-
-    rows = [
-        [each.name, f"{each.tokens:,}"]
-        + [shown(value) for value in (each.ce, each.perplexity, each.exit_failure, each.norm)]
-        + [shown(each.sweep_span), shown(each.radial_share), each.verdict]
-        for each in trained
-    ]
+    rows: list[list[object]] = []
+    for each in trained:
+        scores = (each.ce, each.perplexity, each.exit_failure, each.norm)
+        rows.append([each.name, each.tokens, *scores, each.sweep_span, each.radial_share, each.verdict])
+    measured = columns(plain, "CE(K)", "PPL(K)", "CE(1) − CE(K)", "‖h_K‖", "CE over α", "radial share")
+    header = [Column("row"), Column("tokens", ","), *measured, Column("Figure 6")]
     note = "CE over α: by how many nats CE varies while the final state is scaled by 0.1 to 10 before the readout"
-    return Table("trained", "Ouro's design with and without the norm before the head", header, rows, note)
+    return Table("Ouro's design with and without the norm before the head", header, rows, note, name="trained")

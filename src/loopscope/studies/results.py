@@ -5,7 +5,6 @@ A finished row with a damaged file is refused, by the name of the file and with 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,23 +130,3 @@ def mean(values: Iterable[float]) -> float:
     """Arithmetic mean of at least one value."""
     listed = list(values)
     return sum(listed) / len(listed)
-
-
-def deviation(values: Iterable[float]) -> float | None:
-    """Standard deviation of a sample, or None of one value."""
-    listed = list(values)
-    if len(listed) < 2:
-        return None
-    middle = mean(listed)
-    return math.sqrt(sum((value - middle) ** 2 for value in listed) / (len(listed) - 1))
-
-
-def shown(value: float | None, digits: int = 4, sign: str = "") -> str:
-    """A number for people: significant digits, thousands apart, no exponent where avoidable; `sign` may be +."""
-    if value is None:
-        return "–"
-    size = abs(value)
-    if size and (size < 1e-3 or size >= 1e7):
-        return f"{value:{sign}.{max(digits - 2, 0)}e}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(size))) if size else 0
-    return f"{value:{sign},.{decimals}f}"

@@ -8,12 +8,10 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from loopscope.config import changes_learning
-from loopscope.files import write_atomically
 from loopscope.readings import (
     Audit,
     AuditedLoop,
@@ -39,52 +37,12 @@ from loopscope.rows.documents import (
     Judgement,
     Measured,
 )
+from loopscope.show.numbers import ABSENT, mean_deviation, padded, signed_mean_deviation
+from loopscope.show.table import Column, Table, columns
 from loopscope.studies.evidence import INVARIANT, is_adaptive, saved_interval
-from loopscope.studies.results import Results, View, deviation, mean, shown
+from loopscope.studies.results import Results, View
 
-NOTHING = 1e-9
-"""A spread this small against its mean is rounding."""
 QUANTILES = ("p5", "p25", "median", "p75", "p95", "largest")
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as text."""
-
-    name: str
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-    note: str = ""
-
-    def markdown(self, *, heading: bool = True) -> str:
-        """With a heading, unless it has one where it goes, and the note below."""
-        lines = [_markdown_row(self.header), "|" + "---|" * len(self.header), *map(_markdown_row, self.rows)]
-        title = f"## {self.title}\n\n" if heading else ""
-        return title + "\n".join(lines) + (f"\n\n{self.note}\n" if self.note else "\n")
-
-    def csv(self) -> str:
-        """Header and rows."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.header, *self.rows])
-        return text.getvalue()
-
-    def latex(self) -> str:
-        """A table environment for booktabs; everything that LaTeX would take for a command is escaped."""
-        lines = [" & ".join(map(escape_latex, row)) + r" \\" for row in (self.header, *self.rows)]
-        body = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
-        columns = "l" * len(self.header)
-        caption = escape_latex(" ".join(filter(None, (f"{self.title}.", self.note))))
-        return (
-            f"\\begin{{table}}\n\\centering\n\\caption{{{caption}}}\n"
-            f"\\begin{{tabular}}{{{columns}}}\n{body}\n\\end{{tabular}}\n\\end{{table}}\n"
-        )
-
-    def write(self, folder: Path) -> None:
-        """NAME.md, NAME.csv and NAME.tex."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for ending, text in (("md", self.markdown()), ("csv", self.csv()), ("tex", self.latex())):
-            write_atomically(folder / f"{self.name}.{ending}", text)
 
 
 def all_tables(results: Results, claims: ClaimsRecord) -> list[Table]:
@@ -94,12 +52,12 @@ def all_tables(results: Results, claims: ClaimsRecord) -> list[Table]:
         view = results.view(recipe)
         made = [make(view) for make in MAKERS]
         made += [claims_table(claims.of(recipe, "valid")), differences_table(results.grid.recipes[recipe].differences)]
-        tables += made if recipe == "paper" else [_renamed(table, recipe) for table in made]
+        if recipe != "paper":
+            made = [
+                replace(each, name=f"{each.name}-{recipe}", title=f"{each.title}, {recipe} recipe") for each in made
+            ]
+        tables += made
     return tables
-
-
-def _renamed(table: Table, recipe: str) -> Table:
-    return Table(f"{table.name}-{recipe}", f"{table.title}, {recipe} recipe", table.header, table.rows, table.note)
 
 
 # --- the tables ------------------------------------------------------------------------------------------------------
@@ -107,19 +65,16 @@ def _renamed(table: Table, recipe: str) -> Table:
 
 def main_table(view: View) -> Table:
     """The 2×2 and its extensions."""
-    header = ["condition", "n", "PPL(K) valid", "PPL(K) test", "bits per byte", "CE(1) − CE(K)", "‖H_K‖", "audit"]
+    test = View("test", view.rows)
     rows = []
     for name in view.conditions():
-        test = View("test", view.rows)
-        bits = view.each(name, _final_bits)
-        cells = [view.each(name, final_perplexity), test.each(name, final_perplexity), bits]
-        cells += [view.each(name, exit_failure), view.each(name, final_norm)]
-        rows.append(
-            [_title(name), str(len(view.of(name))), *(_cell(cell.values()) for cell in cells), _audits(view, name)]
-        )
+        measured = [view.each(name, final_perplexity), test.each(name, final_perplexity), view.each(name, _final_bits)]
+        measured += [view.each(name, exit_failure), view.each(name, final_norm)]
+        rows.append([_title(name), len(view.of(name)), *(each.values() for each in measured), _audits(view, name)])
+    header = columns(mean_deviation, "PPL(K) valid", "PPL(K) test", "bits per byte", "CE(1) − CE(K)", "‖H_K‖")
     tokenizers = sorted({row.evaluation.tokenizer for row in view.rows if row.evaluation})
     note = f"Mean ± standard deviation over n seeds. Perplexity per token of the {', '.join(tokenizers)} tokenizer."
-    return Table("main", "Main results", header, rows, note)
+    return Table("Main results", ["condition", Column("n", "d"), *header, "audit"], rows, note, name="main")
 
 
 def _final_bits(row: Run, split: str) -> float | None:
@@ -131,15 +86,13 @@ def norms_in_training_table(view: View) -> Table:
     """‖H_K‖ while training: whether a norm is still on its way."""
     steps = sorted({step for row in view.rows for step in norms_in_training(row)})
     at = {step: _norm_at(step) for step in steps}
-    rows = [
-        [_title(name), *(_cell(view.each(name, at[step]).values()) for step in steps)] for name in view.conditions()
-    ]
+    rows = [[_title(name), *(view.each(name, at[step]).values() for step in steps)] for name in view.conditions()]
     pairs = [view.paired(at[step], "per-loop+rmsnorm", "per-loop+raw").values() for step in steps]
     if any(pairs):
-        rows.append(["per-loop: RMSNorm over raw", *(_cell(a / b for a, b in pair if b) for pair in pairs)])
-    header = ["‖H_K‖ at step", *(f"{step:,}" for step in steps)]
+        rows.append(["per-loop: RMSNorm over raw", *([a / b for a, b in pair if b] for pair in pairs)])
+    header = [Column("‖H_K‖ at step"), *columns(mean_deviation, *(f"{step:,}" for step in steps))]
     note = "On validation text as training evaluates it. Mean ± standard deviation over seeds."
-    return Table("norms_in_training", "Norms while training", header, rows, note)
+    return Table("Norms while training", header, rows, note, name="norms_in_training")
 
 
 def _norm_at(step: int) -> Measure:
@@ -154,12 +107,12 @@ def radial_gradient_table(view: View) -> Table:
         first = next(iter(view.of(name).values()))
         at_first, at_last = is_raw_at(first, 1), is_raw_at(first, first.num_loops)
         kind = "raw" if at_last else "raw, norm at K" if at_first else "norm"
-        shares = [_cell(_of_loop(view, name, k, lambda loop: loop.radial_gradient_share)) for k in loops]
+        shares = [_of_loop(view, name, k, lambda loop: loop.radial_gradient_share) for k in loops]
         rows.append([_title(name), kind, *shares])
-    header = ["condition", "readout", *(f"loop {k}" for k in loops)]
+    header = [Column("condition"), Column("readout"), *columns(mean_deviation, *(f"loop {k}" for k in loops))]
     chance = CHANCE / next((row.width for row in view.rows), 1) ** 0.5
     note = f"Median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖‖h‖). A random direction has {CHANCE}/√d = {chance:.3f}."
-    return Table("radial_gradient", "Radial gradient share", header, rows, note)
+    return Table("Radial gradient share", header, rows, note, name="radial_gradient")
 
 
 def scale_response_table(view: View) -> Table:
@@ -168,21 +121,21 @@ def scale_response_table(view: View) -> Table:
     rows = []
     for name in view.conditions():
         for weights in WEIGHTS:
-            cells = [
-                _cell(
+            responses = [
+                [
                     (loop.scale_curvature if is_raw_at(row, k) else loop.scale_curvature_size)
                     for row in view.of(name).values()
                     if (audit := _audit_of(row, weights)) and (loop := audit.loops.get(k))
-                )
+                ]
                 for k in loops
             ]
-            rows.append([_title(name), weights, *cells])
-    header = ["condition", "weights", *(f"loop {k}" for k in loops)]
+            rows.append([_title(name), weights, *responses])
+    header = [Column("condition"), Column("weights"), *columns(mean_deviation, *(f"loop {k}" for k in loops))]
     note = (
         "d²CE/d(ln α)² in nats when the state is multiplied by α before the readout: through raw the mean over tokens, "
         "through a norm the median of absolute values."
     )
-    return Table("scale_response", "Response to a change of scale", header, rows, note)
+    return Table("Response to a change of scale", header, rows, note, name="scale_response")
 
 
 def lemma_2_table(view: View) -> Table:
@@ -193,13 +146,13 @@ def lemma_2_table(view: View) -> Table:
             audits = [audit for row in view.of(name).values() if (audit := _audit_of(row, weights))]
             counts = [sum(one.tokens or 0 for one in audit.tests_of_lemma_2) for audit in audits]
             missed = [[audit.scale_missed for audit in audits], [audit.direction_missed for audit in audits]]
-            rows.append([_title(name), weights, _cell(counts), *map(_cell, missed)])
-    header = ["condition", "weights", "tokens × loops", "missed of scale", "missed of direction"]
+            rows.append([_title(name), weights, counts, *missed])
+    measured = columns(mean_deviation, "tokens × loops", "missed of scale", "missed of direction")
     note = (
         "Σ|measured − predicted| / Σ|measured| over 30 loops and the tokens with s ≥ 10·‖b⊥‖, predicted by one run of "
         "each loop on the same directions at 100 times the scale."
     )
-    return Table("lemma_2", "Lemma 2", header, rows, note)
+    return Table("Lemma 2", ["condition", "weights", *measured], rows, note, name="lemma_2")
 
 
 WEIGHTS = ("untrained", "trained")
@@ -215,9 +168,10 @@ def radial_clamp_table(view: View) -> Table:
     rows = []
     for condition in view.conditions():
         found = [radial_clamps(row) for row in view.of(condition).values()]
-        rows.append([_title(condition), *(_cell((each.get(name) for each in found), signed=True) for name in names)])
+        rows.append([_title(condition), *([each.get(name) for each in found] for name in names)])
     note = "ΔCE in nats at full depth, with its sign: above zero, the intervention costs something."
-    return Table("radial_clamp", "Radial clamp", ["condition", *names], rows, note)
+    header = [Column("condition"), *columns(signed_mean_deviation, *names)]
+    return Table("Radial clamp", header, rows, note, name="radial_clamp")
 
 
 def variable_depth_table(view: View) -> Table:
@@ -226,10 +180,11 @@ def variable_depth_table(view: View) -> Table:
     rows = []
     for name in view.conditions():
         by_depth = [[perplexity_at(row, k, view.split) for row in view.of(name).values()] for k in depths]
-        rows.append([_title(name), *(_cell(values) for values in by_depth)])
+        rows.append([_title(name), *by_depth])
     trained = ", ".join(sorted({str(row.num_loops) for row in view.rows}))
     note = f"Validation perplexity when exiting after loop K; trained at K = {trained}."
-    return Table("variable_depth", "Variable depth", ["condition", *(f"K = {k}" for k in depths)], rows, note)
+    header = [Column("condition"), *columns(mean_deviation, *(f"K = {k}" for k in depths))]
+    return Table("Variable depth", header, rows, note, name="variable_depth")
 
 
 PAPER_LOOPS = {
@@ -249,36 +204,33 @@ def halting_table(view: View) -> Table:
             continue
         runs = list(view.of(name).values())
         found = [run.halting for run in runs if run.halting and not run.halting.reason]
-        cells = [[each.mean_loops for each in found], [each.fixed_depth for each in found]]
-        intervals = [f"[{shown(ends[0], 2)}, {shown(ends[1], 2)}]" for run in runs if (ends := saved_interval(run))]
+        intervals = [f"[{padded(ends[0], 2)}, {padded(ends[1], 2)}]" for run in runs if (ends := saved_interval(run))]
         rows.append(
             [
                 _title(name),
-                str(len(found)),
-                PAPER_LOOPS.get(name, "–"),
-                *map(_cell, cells),
-                " ".join([_cell([each.saved for each in found], signed=True), *intervals]),
-                _cell([100 * each.ppl_increase for each in found if each.ppl_increase is not None], signed=True),
+                len(found),
+                PAPER_LOOPS.get(name),
+                [each.mean_loops for each in found],
+                [each.fixed_depth for each in found],
+                " ".join([signed_mean_deviation(each.saved for each in found), *intervals]),
+                [100 * each.ppl_increase for each in found if each.ppl_increase is not None],
                 "; ".join(dict.fromkeys(map(kind_of_saving, runs))),
             ]
         )
     header = [
-        "condition",
-        "n",
-        "loops, paper [R]",
-        "loops",
-        "fixed depth",
-        "saved beyond it",
-        "PPL, %",
-        "so it",
+        Column("condition"),
+        Column("n", "d"),
+        Column("loops, paper [R]"),
+        *columns(mean_deviation, "loops", "fixed depth"),
     ]
+    header += [Column("saved beyond it"), Column("PPL, %", signed_mean_deviation), Column("so it")]
     note = (
         "Margin rule, at most 1 % more perplexity with 95 % confidence, calibrated and tested on different units of "
         "the validation text; loops, the 95 % interval over units of each seed and the change of perplexity are of the "
         "test units. What a rule saves beyond the smallest fixed depth that is certified at the same bound is "
         "adaptive; the paper's means have no fixed depth beside them, and no bound."
     )
-    return Table("halting", "Calibrated halting", header, rows, note)
+    return Table("Calibrated halting", header, rows, note, name="halting")
 
 
 def kind_of_saving(run: Run) -> str:
@@ -291,7 +243,7 @@ def kind_of_saving(run: Run) -> str:
     if found.saved >= INVARIANT:
         return "is undecided: it saves too little, or not clearly"
     if run.num_loops and found.fixed_depth < run.num_loops:
-        return f"is K-invariant: {shown(found.fixed_depth, 1)} of {run.num_loops} loops do for every token"
+        return f"is K-invariant: {padded(found.fixed_depth, 1)} of {run.num_loops} loops do for every token"
     return "saves nothing: every loop is needed"
 
 
@@ -299,18 +251,18 @@ def token_norms_table(view: View) -> Table:
     """How norms are spread over tokens at full depth."""
     rows = []
     for name in view.conditions():
-        columns: list[list[float | None]] = [[] for _ in range(len(QUANTILES) + 1)]
+        found: list[list[float | None]] = [[] for _ in range(len(QUANTILES) + 1)]
         for row in view.of(name).values():
             last = row.audit.loops.get(row.num_loops) if row.audit else None
             quantiles = [value for value in last.norm_quantiles if value is not None] if last else []
             if len(quantiles) == len(QUANTILES):
                 ratio = quantiles[-1] / quantiles[2] if quantiles[2] else None
-                for column, value in zip(columns, [*quantiles, ratio], strict=True):
-                    column.append(value)
-        rows.append([_title(name), *(_cell(column) for column in columns)])
+                for values, value in zip(found, [*quantiles, ratio], strict=True):
+                    values.append(value)
+        rows.append([_title(name), *found])
     note = "‖h‖ of single tokens after loop K, from the audit's text."
-    header = ["condition", *QUANTILES, "largest / median"]
-    return Table("token_norms", "Norms of single tokens", header, rows, note)
+    header = [Column("condition"), *columns(mean_deviation, *QUANTILES, "largest / median")]
+    return Table("Norms of single tokens", header, rows, note, name="token_norms")
 
 
 def residual_updates_table(view: View) -> Table:
@@ -324,10 +276,11 @@ def residual_updates_table(view: View) -> Table:
     rows = []
     for name in view.conditions():
         for k in _trained_loops(view):
-            rows.append([_title(name), str(k), *(_cell(_of_loop(view, name, k, field)) for field in fields)])
-    header = ["condition", "loop", "s", "radial", "tangential", "‖Δu‖", "‖Δu‖·s"]
+            rows.append([_title(name), k, *(_of_loop(view, name, k, field) for field in fields)])
+    header = [Column("condition"), Column("loop", "d")]
+    header += columns(mean_deviation, "s", "radial", "tangential", "‖Δu‖", "‖Δu‖·s")
     note = "What the loop after this state adds, as RMS over the width: along the state, across it, and its turn."
-    return Table("residual_updates", "Residual updates", header, rows, note)
+    return Table("Residual updates", header, rows, note, name="residual_updates")
 
 
 def fixed_and_varied_table(view: View) -> Table:
@@ -345,7 +298,7 @@ def fixed_and_varied_table(view: View) -> Table:
     note = f"These vary besides the named factors: {', '.join(others)}." if others else ONLY_FACTORS
     guarded = [f"{row.condition}-s{row.seed} ({row.guarded})" for row in view.rows if row.guarded]
     note += f" A guard skipped or rolled back steps of {', '.join(guarded)}." if guarded else " No guard had to act."
-    return Table("fixed_and_varied", "What was fixed and what varied", ["field", "", "value"], rows, note)
+    return Table("What was fixed and what varied", ["field", "", "value"], rows, note, name="fixed_and_varied")
 
 
 ONLY_FACTORS = "Only the named factors and the seed vary; everything else is equal in all rows."
@@ -368,13 +321,13 @@ def claims_table(claims: list[Judgement]) -> Table:
         verdict = claim.verdict if decided else f"{claim.verdict}: {claim.reason}"
         absent = [quantity.name for quantity in claim.quantities if quantity.rule and not quantity.n]
         verdict += f" (missing: {'; '.join(absent)})" if absent and told else ""
-        rows.append([claim.id, claim.title, claim.rule, ours or "–", paper, verdict])
+        rows.append([claim.id, claim.title, claim.rule, ours or ABSENT, paper, verdict])
     header = ["", "claim", "rule", "here (validation text)", "paper", "verdict"]
     note = (
         "Here: mean over seeds [95 % bootstrap interval; of two or three seeds that is their range], n seeds. "
         "P: abstract and project page; R: a review."
     )
-    return Table("claims", "Claims", header, rows, note)
+    return Table("Claims", header, rows, note, name="claims")
 
 
 def brief_claims_table(claims: list[Judgement]) -> Table:
@@ -389,12 +342,12 @@ def brief_claims_table(claims: list[Judgement]) -> Table:
             else f"{deciding.name}: {_brief(deciding)} (rule: {deciding.rule})"
         )
         rows.append([f"{claim.id} {claim.title}", here, IN_A_WORD.get(claim.verdict, claim.verdict)])
-    return Table("claims_in_brief", "Claims", ["claim", "here", "holds"], rows)
+    return Table("Claims", ["claim", "here", "holds"], rows, name="claims_in_brief")
 
 
 def _brief(quantity: Measured) -> str:
     """Mean and interval in three digits: a rule for every seed may be broken where the mean obeys it."""
-    low, middle, high = (shown(value, 3) for value in (quantity.low, quantity.mean, quantity.high))
+    low, middle, high = (padded(value, 3) for value in (quantity.low, quantity.mean, quantity.high))
     return middle if quantity.low is None else f"{middle} [{low}, {high}]"
 
 
@@ -404,7 +357,7 @@ IN_A_WORD = {HOLDS: "yes", FAILS: "no", TOO_EARLY: "too early", NOT_MEASURED: "n
 def measured(quantity: Measured) -> str:
     """Mean, interval and n of a quantity of claims.json."""
     sign = "+" if quantity.signed else ""
-    low, middle, high = (shown(value, sign=sign) for value in (quantity.low, quantity.mean, quantity.high))
+    low, middle, high = (padded(value, sign=sign) for value in (quantity.low, quantity.mean, quantity.high))
     interval = "" if quantity.low is None else f" [{low}, {high}]"
     return f"{middle}{interval}, n = {quantity.n}"
 
@@ -426,7 +379,7 @@ def depths_csv(results: Results) -> str:
 def differences_table(differences: list[Difference]) -> Table:
     """Everything that is not as in the paper."""
     rows = [[difference.field, difference.paper, difference.here] for difference in differences]
-    return Table("differences", "Differences from the paper", ["", "paper", "here"], rows)
+    return Table("Differences from the paper", ["", "paper", "here"], rows, name="differences")
 
 
 MAKERS: tuple[Callable[[View], Table], ...] = (
@@ -447,17 +400,6 @@ MAKERS: tuple[Callable[[View], Table], ...] = (
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
-def _cell(values: Iterable[float | None], *, signed: bool = False) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return "–"
-    sign = "+" if signed and mean(known) > 0 else ""
-    spread = deviation(known)
-    if spread is not None and spread < NOTHING * abs(mean(known)):
-        spread = 0.0
-    return f"{sign}{shown(mean(known))}" + ("" if spread is None else f" ± {shown(spread, 2)}")
-
-
 def _title(condition: str) -> str:
     return CONDITIONS[condition].title
 
@@ -476,7 +418,7 @@ def _of_loop(view: View, condition: str, k: int, of: OfLoop) -> list[float | Non
 def _audits(view: View, name: str) -> str:
     verdicts = [row.verdict for row in view.of(name).values() if row.audit]
     kinds = list(dict.fromkeys(verdicts))
-    return kinds[0] if len(kinds) == 1 else ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds) or "–"
+    return kinds[0] if len(kinds) == 1 else ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds) or ABSENT
 
 
 def _plain(name: str, value: Any) -> str:
@@ -493,26 +435,3 @@ def _who(field: str, found: dict[str, list[Run]]) -> str:
         names = list(dict.fromkeys(row.condition for row in rows))
         parts.append(f"{value} ({', '.join(names)})")
     return "; ".join(parts)
-
-
-def _markdown_row(cells: list[str]) -> str:
-    escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
-    return "| " + " | ".join(escaped) + " |"
-
-
-_LATEX: dict[str, str] = {sign: f"\\{sign}" for sign in "&%$#_{}"}
-_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\n": " "}
-_LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "–": "--", "…": r"\ldots{}", "ã": r"\~{a}"}
-_LATEX |= {
-    sign: f"${command}$"
-    for sign, command in {
-        **dict(zip("‖−±×·≥≤√", (r"\|", "-", r"\pm", r"\times", r"\cdot", r"\geq", r"\leq", r"\surd"), strict=True)),
-        **dict(zip("Δ∇⟨⟩α⊥", (r"\Delta", r"\nabla", r"\langle", r"\rangle", r"\alpha", r"\perp"), strict=True)),
-        **dict(zip("Σλ²", (r"\Sigma", r"\lambda", "^2"), strict=True)),
-    }.items()
-}
-
-
-def escape_latex(text: str) -> str:
-    """Text that LaTeX prints as it is."""
-    return "".join(_LATEX.get(sign, sign) for sign in text)

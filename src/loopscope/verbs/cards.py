@@ -10,8 +10,9 @@ from typing import Any
 
 from loopscope.config import Config, ModelConfig
 from loopscope.files import Part, read_as, without_nan
-from loopscope.readings import Audit, driven_by_training, in_fold
+from loopscope.readings import Audit, driven_by_training
 from loopscope.scores import Evaluation, Split
+from loopscope.show.numbers import fold
 
 ESSENTIAL = ("vocab_size", "width", "num_layers", "num_loops", "prelude_layers", "coda_layers", "num_heads", "readout")
 """Fields of the design that a card shows even where they have their usual values."""
@@ -164,7 +165,7 @@ def _audited(audit: Audit) -> str:
         (
             variable.name,
             variable.verdict,
-            "" if variable.free_range is None else in_fold(variable.free_range),
+            "" if variable.free_range is None else fold(variable.free_range),
             driven_by_training(variable.drift) if variable.driven and variable.drift is not None else "",
         )
         for variable in audit.variables
