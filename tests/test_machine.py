@@ -5,6 +5,7 @@ The fault is made here: a cpuinfo that announces AMX, and a trial that really di
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -121,7 +122,7 @@ def test_another_kernel_or_torch_or_processor_is_another_machine(forbidden, anno
     machine.bf16_products()
     monkeypatch.setattr(machine.platform, "release", lambda: "99.0")
     ask_again()
-    monkeypatch.setattr(machine, "_version_of", lambda package: "99.0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "99.0")
     ask_again()
     announced.write_text(ANNOUNCED.replace("fpu", "fpu amx_int8"))
     ask_again()

@@ -138,7 +138,7 @@ def test_an_index_cannot_lead_elsewhere(ouro, index, sentence):
 
 
 def test_shapes_are_refused_before_any_tensor_is_read(ouro, monkeypatch):
-    monkeypatch.setattr(Weights, "_tensor", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(Weights, "stacked", lambda *_: pytest.fail("a tensor was read"))
     (ouro / "config.json").write_text(json.dumps({**OURO, "hidden_size": 99_999_996, "head_dim": None}))
     with pytest.raises(RunError, match="wrong shape"):
         open_folder(ouro)

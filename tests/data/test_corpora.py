@@ -62,7 +62,7 @@ def test_what_is_remembered_of_the_built_in_corpus_is_checked_and_read_anew_wher
     module = tmp_path / "library" / "module.py"
     module.parent.mkdir()
     module.write_text(f'"""{"A docstring. " * 20}"""')
-    monkeypatch.setattr(corpora, "_library_files", lambda: [module])
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda name: module.parent)
     fresh = builtin_corpus()
     assert any("A docstring." in document for document in chain(*fresh.documents.values()))
     (memory,) = (tmp_path / "cache" / "machine").iterdir()

@@ -301,15 +301,15 @@ def test_flops_are_those_of_the_products_that_a_token_goes_through():
 
 
 def test_what_a_design_does_not_offer_is_told_and_the_rest_is_measured(monkeypatch):
-    def breaks(*args, **kwargs):
-        raise UnsupportedError("no exits here")
+    def breaks(*args, exit_gap=False, **kwargs):
+        raise UnsupportedError("no exits here") if exit_gap else RuntimeError("a kernel\n is missing")
 
-    monkeypatch.setattr(probing, "_first_exit", breaks)
-    monkeypatch.setattr(probing, "_cache", lambda *_: (_ for _ in ()).throw(RuntimeError("a kernel\n is missing")))
+    monkeypatch.setattr(probing, "evaluate", breaks)
+    monkeypatch.setattr(probing, "tokens_for", lambda *_: None)
+    monkeypatch.setattr(probing, "evaluation_batches", lambda *_: iter([(ids, None)]))
     config = replace(ls.preset("demo").model, width=16, num_layers=1, num_heads=2, vocab_size=256, max_length=16)
     model = build(config, seed=0)
     ids = torch.arange(16)[None]
-    monkeypatch.setattr(probing, "_motion", lambda *_: probe().motion)
     found = probing.probe(ls.Opened(model=model, name="x", vocab_size=256, max_length=16, batches=[ids]), QUIET)
     assert found.problems == {"exit_gap": "no exits here", "cache": "a kernel is missing"}
     assert found.motion is not None and found.cost.parameters == sum(w.numel() for w in model.parameters())

@@ -356,10 +356,12 @@ def test_the_device_count_is_the_smallest_that_is_fast_enough():
 
 def test_the_speed_is_the_best_of_several_products(monkeypatch):
     durations = iter([9.0, 2.0, 0.5, 4.0, 1.0, 3.0])
-    monkeypatch.setattr(plan, "_seconds_of_product", lambda matrix: next(durations))
+    monkeypatch.setattr(plan, "seconds_of_product", lambda matrix: next(durations))
+    plan.measure_flops.cache_clear()
     measured = plan_training(configure())
     assert measured.flops_per_second == 2 * 1024**3 / 0.5
     assert measured.choices[0].reason.startswith("measured")
+    plan.measure_flops.cache_clear()
 
 
 def test_every_assumption_carries_its_reason():

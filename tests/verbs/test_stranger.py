@@ -65,7 +65,7 @@ def stopping_at(step: int):
     def watching(trainer):
         def press(row):
             if row["step"] == step:
-                trainer._signal = signal.SIGINT
+                signal.raise_signal(signal.SIGINT)
 
         trainer.listeners = (*trainer.listeners, press)
         yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import re
@@ -166,6 +167,7 @@ def _values(hint: Any) -> str:
     return NAMES_OF_TYPES[hint]
 
 
+@functools.cache
 def _docs(owner: type[Any]) -> Mapping[str, str]:
     """The docstring under each field, of the class and of those it inherits from."""
     found: dict[str, str] = {}

@@ -1,6 +1,7 @@
 """What a training run costs, from its configuration alone: memory, time, devices; see also `flops`, `counting`."""
 
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -171,19 +172,24 @@ def _loss_chunk(config: Config, batch: MicroBatch, device_type: str) -> Choice:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def measure_flops(device_type: str = "cpu", *, repeats: int = 5) -> float:
-    """FLOP/s of one device: the best of several square matrix products, in the dtype that layers compute in."""
+    """FLOP/s of one device: the best of several square matrix products, in the dtype that layers compute in.
+
+    A process asks once: what it asks for does not change, and the answer costs a third of a second.
+    """
     size, dtype = (8192, torch.bfloat16) if device_type == "cuda" else (1024, torch.float32)
     try:
         matrix = torch.randn(size, size, dtype=dtype, device=device_type)
     except (AssertionError, RuntimeError) as error:
         why = f"there is no {device_type} device here to measure; give the FLOP/s of one"
         raise ConfigError.of("flops_per_second", None, why) from error
-    best = min(_seconds_of_product(matrix) for _ in range(repeats + 1))
+    best = min(seconds_of_product(matrix) for _ in range(repeats + 1))
     return 2 * size**3 / best
 
 
-def _seconds_of_product(matrix: torch.Tensor) -> float:
+def seconds_of_product(matrix: torch.Tensor) -> float:
+    """Of one product of the matrix with itself."""
     start = time.perf_counter()
     (matrix @ matrix)[0, 0].item()  # reading a number waits for the device
     return time.perf_counter() - start
