@@ -127,7 +127,7 @@ def _is_part(hint: object) -> bool:
 
 
 def _flags(owner: type[Any], defaults: object) -> Iterator[Flag]:
-    hints, docs = typing.get_type_hints(owner, include_extras=True), _docs(owner)
+    hints, docs = typing.get_type_hints(owner, include_extras=True), _docs(owner)  # type: ignore[arg-type]
     for field in dataclasses.fields(owner):
         hint, *extras = typing.get_args(hints[field.name]) if _is_annotated(hints[field.name]) else (hints[field.name],)
         if _is_part(hint):
