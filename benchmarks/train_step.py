@@ -30,7 +30,7 @@ from loopscope.config import Config
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.presets import preset
-from loopscope.training.flops import flops_per_token
+from loopscope.training.counting import CountedSteps
 from loopscope.training.optimizers import Optimizers, clip_gradients
 from side_by_side import extra_peak_mib, machine, sgemm_gflops
 
@@ -264,7 +264,7 @@ def report(case: Case, rounds: int) -> bool:
     )
     timings, our_mib, plain_mib = measure(case, config, rounds)
     tokens = case.batch * config.sequence_length
-    flops = flops_per_token(config).total * tokens
+    flops = CountedSteps(config).flops_per_token().total * tokens
     print(f"\n{case.name}, {case.batch}×{config.sequence_length} tokens, {rounds} rounds")
     for name in ("ours", "plain", "usual", "sampled"):
         if seconds := getattr(timings, name):

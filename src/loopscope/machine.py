@@ -22,20 +22,12 @@ from typing import Any, Literal
 
 from loopscope.errors import UnsupportedError
 from loopscope.files import read_text
+from loopscope.results.record import Choice
 
 PACKAGES = ("loopscope", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "tyro", "rich", "jinja2")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "ray", "lm-eval", "tensorboard", "wandb", "trackio")
 MOST_REMEMBERED_BYTES = 256 << 20
 """Of a file in the cache folder; the largest we write, the built-in corpus, has 5 MB."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An automatic choice: what was chosen, its value, and why."""
-
-    name: str
-    value: str | int | float | bool
-    reason: str
 
 
 def cache_folder(cache: Path | None = None) -> Path:

@@ -25,7 +25,7 @@ from loopscope.objectives.terms import terms_of
 from loopscope.protocol import Scheduled, run_loops
 from loopscope.targets import of_config
 from loopscope.training.checkpoint import load_model_tensors, model_tensors
-from loopscope.training.flops import flops_per_token
+from loopscope.training.counting import CountedSteps
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.plan import plan_memory
 
@@ -111,7 +111,7 @@ def test_every_design_is_planned_as_a_real_step_is(name):
     config = replace(config, objective=replace(config.objective, depth="fixed"))
     step = RealStep(config)
     step.forward()
-    memory, flops = plan_memory(config), flops_per_token(config)
+    memory, flops = plan_memory(config), CountedSteps(config).flops_per_token()
     assert memory.activations + memory.loss_gradients == pytest.approx(step.saved, rel=0.01)
     products, attention = counted_flops(config)
     assert flops.total - flops.attention == pytest.approx(products, rel=0.01)

@@ -72,13 +72,13 @@ class Watch:
 def _peak_tokens_per_second(trainer: Trainer) -> float | None:
     """What the devices could do at best; None for a model whose FLOPs are not known."""
     from loopscope.config import ModelConfig
-    from loopscope.training.flops import flops_per_token
+    from loopscope.training.counting import CountedSteps
     from loopscope.training.plan import measure_flops
 
     if not isinstance(trainer.config.model, ModelConfig):
         return None
     peak = measure_flops(trainer.ranks.device.type) * trainer.ranks.world_size
-    return peak / flops_per_token(trainer.config).total
+    return peak / CountedSteps(trainer.config).flops_per_token().total
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import msgspec
+
 from loopscope.cli.configured import Configured
 from loopscope.cli.terminal import duration, print_json, print_tables, print_text, print_words
 from loopscope.config import Config, ModelConfig, config_to_dict, config_to_yaml
@@ -17,7 +19,7 @@ from loopscope.presets import PRESETS
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.training.plan import TrainingPlan
+    from loopscope.results.plan import TrainingPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ examples:
         devices_needed = None if self.within_hours is None else plan.devices_for(3600 * self.within_hours)
         loops = _loops(config)
         if self.json:
-            cost = {**plan.to_dict(), "devices_needed": devices_needed}
+            cost = {**msgspec.to_builtins(plan), "devices_needed": devices_needed}
             print_json(preset=self.preset, design=self.design, config=config_to_dict(config), loops=loops, **cost)
             return EXIT_OK
         print_tables(_parameter_table(plan.parameters, plan.active_parameters), _loop_table(loops), _memory_table(plan))
@@ -144,6 +146,8 @@ def _memory_table(plan: TrainingPlan) -> Table:
     table = Table("memory", title=title, title_justify="left")
     table.add_column("MiB", justify="right")
     for name, count in memory.items():
+        if name == "total":
+            continue
         table.add_row(name.replace("_", " "), f"{count / 2**20:,.1f}")
     return table
 

@@ -26,7 +26,8 @@ from loopscope.data.files import TextFile, find_files
 from loopscope.data.hub import open_dataset
 from loopscope.data.tasks import Task, is_task, open_task
 from loopscope.errors import ConfigError, DataError
-from loopscope.machine import Choice, memory_of, recall, remember
+from loopscope.machine import memory_of, recall, remember
+from loopscope.results.record import Choice
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")

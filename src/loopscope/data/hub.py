@@ -13,7 +13,7 @@ from typing import Any
 
 from loopscope.data.files import first_line, needed, text_of
 from loopscope.errors import DataError
-from loopscope.machine import Choice
+from loopscope.results.record import Choice
 
 
 @dataclass(frozen=True)

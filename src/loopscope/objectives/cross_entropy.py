@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loopscope.errors import DataError, UnsupportedError
-from loopscope.machine import Choice
+from loopscope.results.record import Choice
 
 IGNORE_INDEX = -100
 """Target of a position that has none; every loss leaves it out."""

@@ -60,6 +60,15 @@ class Record:
     schema_version: Literal[1] = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An automatic choice: what was chosen, its value, and why."""
+
+    name: str
+    value: str | int | float | bool
+    reason: str
+
+
 class MisfitError(ValueError):
     """A text is not the record that was asked for; it says where, and what was expected there."""
 

@@ -10,8 +10,7 @@ from loopscope.model.layers import ValueEmbedding
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.readings import Run
 from loopscope.studies.scaling import Point
-from loopscope.training.counting import PARTS
-from loopscope.training.flops import parameters_by_part
+from loopscope.training.counting import PARTS, parameters_by_part
 
 EMBEDDING = ("embedding", "positions", "head")
 """Parts that the laws do not count: they look tokens up, or answer with one. Nor do they count tables of values."""

@@ -1,43 +1,51 @@
-"""FLOPs and saved bytes of a training step, counted on the real modules, which run without numbers.
+"""What a training step takes, counted on the real modules, which run without numbers.
 
-The model is built and stepped on torch's meta device, where a tensor has a shape and no storage. So nothing describes
-the model a second time: a new layer, injection, readout or loss term is counted because it is run.
+The model is built and stepped, forward and backward, on torch's meta device, where a tensor has a shape and no storage.
+So nothing describes the model a second time: a new layer, injection, readout or loss term is counted because it is run.
 
+    FLOPs     what torch's FlopCounterMode counts; of attention 4·C·(T + 1)/2 per head and query forward, since a causal
+              token sees (T + 1)/2 keys on average, and 2.5 times that backward, where scores are computed again
     bytes     every storage that autograd saves on the way to the loss, once (saved-tensor hooks)
-    FLOPs     2·m·n·k of every matrix product, and as much again for each factor that gets a gradient; of attention
-              4·C·(T + 1)/2 per head and query forward, and 2.5 times that backward, where scores are computed again
 
 What a kernel saves depends on the device, and no device is there: `Kernels` says which operations to run in its place.
-The cross-entropy is not run: the fused one holds one chunk of logits at a time and is counted by `plan`. Routing that
-depends on data cannot be followed without any: a part that routes deals evenly where its input is on the meta device.
+The fused cross-entropy is not run: its three products are known, and `plan` counts what it holds. Routing that depends
+on data cannot be followed without any: a part that routes deals evenly where its input is on the meta device.
 
 Everything is counted for eager execution; a compiler may save less. Legend: B batch, T tokens, H heads, C head width.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
-from loopscope.config import Config
+from loopscope.config import MOST_LOOPS, Config
 from loopscope.errors import ConfigError
 from loopscope.model.kernels import fused_rms_norm, hand_written_everywhere
-from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.model.layers import MixtureOfExperts
+from loopscope.model.looped_lm import LoopedLM, build, count_parameters
 from loopscope.objectives.cross_entropy import ReadoutLoss
-from loopscope.objectives.placement import Objective
-from loopscope.protocol import LoopState
+from loopscope.objectives.placement import Objective, num_readouts, sample_depth
+from loopscope.results.plan import Passes, TokenFlops
 
 MOST_TOKENS = 2**40
 """Of a step that is counted: with more, sizes of tensors no longer fit into 64 bits."""
+SAMPLED_STEPS = 4096
+"""Sampled depths are averaged over the run's own first steps, at most so many."""
+FLOAT32 = 4
+"""Bytes of a number in parameters, gradients, optimiser state, the residual stream and every statistic."""
 FLASH_BACKWARD = 2.5
 """Cost of attention's backward pass over its forward: five products against two."""
 
@@ -55,10 +63,30 @@ PARTS = {
     "exit_gate": "gate",
 }
 """Module of the model → part of the plan."""
-
-ATTENTION = "attention"
 LOSS = "head"
 """Where products count that no module makes: those of the objective, which are the head's."""
+ATTENTION = "attention"
+"""Scores and values of all layers, a part of its own."""
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def parameters_by_part(model: LoopedLM) -> dict[str, int]:
+    """Parameters of every part, 0 where it has none; shared ones are counted once (a tied head is the embedding)."""
+    counts = count_parameters(model)
+    parts = dict.fromkeys(PARTS.values(), 0)
+    for module, part in PARTS.items():
+        parts[part] += counts.get(module, 0)
+    return parts
+
+
+def active_parameters(model: LoopedLM) -> int:
+    """Parameters that a token meets, loops counted once: all but those of the experts that it does not go to."""
+    idle = sum(module.idle_parameters for module in model.modules() if isinstance(module, MixtureOfExperts))
+    return sum(parameters_by_part(model).values()) - idle
+
+
+# --- one step --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,10 +109,6 @@ def kernels_of(device_type: str) -> Kernels:
     return Kernels(autocast=cuda, fused_rmsnorm=cuda, boolean_masks=cuda, hand_written=cpu)
 
 
-Flops = defaultdict[str, float]
-"""By part."""
-
-
 @dataclass
 class Counted:
     """What one training step of some loops takes."""
@@ -93,70 +117,61 @@ class Counted:
     """Bytes that autograd saves on the way to the loss, the fused loss itself left out."""
     recomputed: int = 0
     """Under checkpointing: bytes that one loop saves when it is run again."""
-    forward: Flops = field(default_factory=lambda: Flops(float))
-    """FLOPs forward by part; attention is a part of its own."""
-    backward: Flops = field(default_factory=lambda: Flops(float))
-    again: Flops = field(default_factory=lambda: Flops(float))
-    """FLOPs forward of checkpointed loops, which run once more."""
-    loss_calls: list[tuple[int, bool]] = field(default_factory=list)
-    """Rows that the head multiplies, and whether their weights are learned, for each call of the fused loss."""
+    loss_gradients: int = 0
+    """Bytes that the fused loss saves: gradients of features and head in every call, and of weights that learn."""
+    flops: Counter[str] = field(default_factory=Counter)
+    """By part, forward, backward and what checkpointing runs again."""
     prelude_reached: bool = True
     """Whether a gradient reaches the embedded input."""
-
-    def flops(self, part: str) -> float:
-        """Of one part, forward, backward and recomputed."""
-        return self.forward[part] + self.backward[part] + self.again[part]
 
     def further(self, following: Counted, loops: int) -> Counted:
         """This step with `loops` more, each of which takes what `following`, a step of one more, takes beyond it."""
 
-        def on(here: float, there: float) -> float:
+        def on(here: int, there: int) -> int:
             return here + loops * (there - here)
 
-        def flops(here: Flops, there: Flops) -> Flops:
-            return Flops(float, {part: on(here[part], there[part]) for part in {*here, *there}})
-
-        calls = zip(self.loss_calls, following.loss_calls, strict=True)
-        return Counted(
-            saved=int(on(self.saved, following.saved)),
-            recomputed=int(on(self.recomputed, following.recomputed)),
-            forward=flops(self.forward, following.forward),
-            backward=flops(self.backward, following.backward),
-            again=flops(self.again, following.again),
-            loss_calls=[(int(on(rows, more)), learned) for (rows, learned), (more, _) in calls],
-            prelude_reached=following.prelude_reached,
+        return dataclasses.replace(
+            following,
+            saved=on(self.saved, following.saved),
+            recomputed=on(self.recomputed, following.recomputed),
+            loss_gradients=on(self.loss_gradients, following.loss_gradients),
+            flops=Counter({part: on(self.flops[part], following.flops[part]) for part in following.flops}),
         )
 
 
-def count_step(config: Config, *, depth: int, sequences: int, kernels: Kernels) -> Counted:
-    """Run one training step of `depth` loops without numbers, and count what it takes."""
+def count_step(config: Config, *, depth: int, sequences: int, kernels: Kernels, flops: bool = True) -> Counted:
+    """Run one training step of `depth` loops and count what it takes: without FLOPs in a sixth of the time."""
     if sequences * config.sequence_length > MOST_TOKENS:
         raise ConfigError.of("batch", config.training.batch, f"a step of more than {MOST_TOKENS:,} tokens fits nowhere")
     model = build(config.design("a plan"), device="meta").train()
-    counted, recompute = Counted(), config.training.checkpoint_loops
+    recompute = config.training.checkpoint_loops
     objective = Objective(config.objective, recompute=recompute)
-    objective.cross_entropy = _FusedLoss(counted)
+    loss = objective.cross_entropy = _FusedLoss()
     ids_BT = torch.empty(sequences, config.sequence_length, dtype=torch.int64, device="meta")
-    ledger, products = _Ledger(model), _Products(counted, kernels)
-    with ExitStack() as running:
-        running.enter_context(hand_written_everywhere(kernels.hand_written))
-        running.enter_context(_parts_told(model, products))
-        running.enter_context(torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor))
-        running.enter_context(products)
-        result = objective(model, ids_BT, ids_BT, num_loops=depth)
+    counted, ledger, parts = Counted(), _Ledger(model), _Parts()
+    saving = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
+    with hand_written_everywhere(kernels.hand_written), _RunAs(kernels):
+        with parts.told_by(model) if flops else nullcontext():
+            with saving:
+                result = objective(model, ids_BT, ids_BT, num_loops=depth)
+            if flops:
+                parts.mark(result.loss, LOSS)
+                # Not by `backward`: inside it torch switches function modes off, and checkpointed loops run there.
+                start = (torch.ones_like(result.loss),)
+                _engine_run_backward(
+                    (result.loss,), start, False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         if recompute:  # checkpoint holds its arguments, which are not tensors but states, outside the hooks
             first = depth - min(config.objective.backprop_loops or depth, depth)
             pytree.tree_map_only(Tensor, ledger.keep, result.trace.states[first:-1])
         counted.saved = ledger.total
         if recompute:
-            counted.again = Flops(float, {part: products.differentiated[part] for part in ("core", ATTENTION)})
-            products.counts = False
-            model.loop(result.trace.states[-2], depth)
+            with saving:
+                model.loop(result.trace.states[-2], depth)
             counted.recomputed = ledger.total - counted.saved
-    counted.prelude_reached = _reaches(result.loss, result.trace.states[0])
-    if not counted.prelude_reached:
-        counted.backward["prelude"] = 0
-        counted.backward[ATTENTION] -= products.attention_backward["prelude"]
+    counted.flops, counted.loss_gradients = parts.flops, loss.saved
+    counted.flops[LOSS] += loss.flops
+    counted.prelude_reached = "embedding" in parts.reached
     return counted
 
 
@@ -183,35 +198,120 @@ class _Ledger:
 
 
 class _FusedLoss:
-    """Stands in for the fused cross-entropy: remembers its rows, and hands a gradient on without saving anything."""
+    """Stands in for the fused cross-entropy: counts what it would take, and hands a gradient on without saving any."""
 
-    def __init__(self, counted: Counted) -> None:
-        self.counted = counted
+    def __init__(self) -> None:
+        self.flops, self.saved = 0, 0
 
     def __call__(
         self, features_KND: Tensor, head_VD: Tensor, targets_N: Tensor, *, loop_weights: Tensor, **_: Any
     ) -> ReadoutLoss:
         loops, tokens = features_KND.shape[:2]
         rows, learned = loops * tokens, loop_weights.requires_grad
-        self.counted.loss_calls.append((rows, learned))
-        self.counted.forward[LOSS] += 2 * rows * head_VD.numel()
-        self.counted.backward[LOSS] += 4 * rows * head_VD.numel()
+        self.flops += 3 * 2 * rows * head_VD.numel()  # logits, and the gradients of features and head
+        self.saved += FLOAT32 * (features_KND.numel() + head_VD.numel() + rows * learned)
         loss = features_KND.sum() + head_VD.sum() + (loop_weights.sum() if learned else 0)
         ce_KN = features_KND.new_empty(loops, tokens, dtype=torch.float32)
         return ReadoutLoss(loss, ce_KN, ce_KN.mean(-1), ce_KN)
 
 
-class _Products(TorchFunctionMode):
-    """Counts matrix products and attention by part, and runs what `kernels` would run in place of what is not here."""
+class _Parts:
+    """FLOPs by part of the model: forward its modules tell which one runs, backward the nodes that it made."""
 
-    def __init__(self, counted: Counted, kernels: Kernels) -> None:
+    def __init__(self) -> None:
+        self.counter = FlopCounterMode(display=False, custom_mapping=_CAUSAL_ATTENTION)
+        self.flops = Counter[str]()
+        self.running, self.told = LOSS, 0
+        self.owner: dict[Node, str] = {}
+        self.reached: set[str] = set()
+        """Parts that a gradient has come to."""
+
+    @contextmanager
+    def told_by(self, model: LoopedLM) -> Iterator[None]:
+        """Count while the block runs."""
+        handles = []
+        for name, module in model.named_modules():
+            # Children too, since a loop's start calls some. Not what is inside layers: a hook there would keep the
+            # hand-written gradients from running.
+            part = PARTS.get(name.split(".")[0])
+            if part is None or name.count(".") > 1:
+                continue
+            before: list[str] = []
+
+            def enter(module: nn.Module, inputs: Any, part: str = part, before: list[str] = before) -> None:
+                before.append(self.running)
+                self.run(part)
+
+            def leave(
+                module: nn.Module, inputs: Any, outputs: Any, part: str = part, before: list[str] = before
+            ) -> None:
+                self.mark(outputs, part)
+                self.run(before.pop())
+
+            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        try:
+            with self.counter:
+                yield
+                self.run("")
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def run(self, part: str) -> None:
+        """What was counted since the last call was the running part's; from here on it is this one's."""
+        if part == self.running:
+            return
+        counts = self.counter.flop_counts["Global"]
+        self.flops[ATTENTION] = sum(counts[operation] for operation in _CAUSAL_ATTENTION)
+        products = sum(counts.values()) - self.flops[ATTENTION]
+        self.flops[self.running] += products - self.told
+        self.running, self.told = part, products
+
+    def mark(self, outputs: Any, part: str) -> None:
+        """Every node behind these outputs that is no other part's is this one's; a parameter's own node is nobody's."""
+        waiting = [leaf.grad_fn for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self.owner or not node.next_functions:
+                continue
+            self.owner[node] = part
+            node.register_prehook(lambda _: self.reach(part))
+            waiting.extend(following for following, _ in node.next_functions)
+
+    def reach(self, part: str) -> None:
+        """A gradient comes to a node of this part."""
+        self.reached.add(part)
+        self.run(part)
+
+
+def _seen(q: torch.Size, k: torch.Size, v: torch.Size, causal: bool) -> int:
+    """FLOPs of attention forward: a causal token sees (T + 1)/2 keys on average."""
+    pairs = q[-2] * (q[-2] + 1) // 2 if causal else q[-2] * k[-2]
+    return 2 * q[:-2].numel() * pairs * (q[-1] + v[-1])
+
+
+_CAUSAL_ATTENTION: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, dropout=0.0, causal=False, **_: _seen(
+        q, k, v, causal
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda d, q, k, v, o, lse, p, causal, **_: int(
+        FLASH_BACKWARD * _seen(q, k, v, causal)
+    ),
+}
+"""The counter's own formulas know no causal mask: they count T keys for every query."""
+
+_PRODUCTS = frozenset(
+    (F.linear, torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm)
+)
+"""What autocast runs in bf16, besides attention."""
+
+
+class _RunAs(TorchFunctionMode):
+    """Runs what the kernels of a device would run in place of what is not here, so that autograd saves the same."""
+
+    def __init__(self, kernels: Kernels) -> None:
         super().__init__()
-        self.counted, self.kernels, self.counts = counted, kernels, True
-        self.modules: list[tuple[str, bool]] = []
-        """Part and grad mode of every module that is being run; a hand-written gradient hides both."""
-        self.differentiated = Flops(float)
-        """FLOPs forward that autograd follows, by part."""
-        self.attention_backward = Flops(float)
+        self.kernels = kernels
         self.lowered: dict[int, Tensor] = {}
         self.instead: dict[Callable[..., Any], Callable[..., Any]] = {
             F.scaled_dot_product_attention: self.attention,
@@ -226,31 +326,13 @@ class _Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self.instead:
             return self.instead[func](*args, **kwargs)
-        if func not in _FACTORS:
-            return func(*args, **kwargs)
-        left, right = _FACTORS[func](args, kwargs)
-        if self.kernels.autocast:
-            left, right = self.lower(left), self.lower(right)
-            args = (left, right, *args[2:])
-            kwargs = {name: value for name, value in kwargs.items() if name not in ("input", "weight", "other")}
-        out: Tensor = func(*args, **kwargs)
-        shared = left.shape[-1]
-        self.add(2 * out.numel() * shared, left, right)
-        return out
-
-    def add(self, forward: float, *factors: Tensor) -> None:
-        """A product's FLOPs; inside a hand-written gradient, which hides them, all factors are taken to need one."""
-        part, followed = self.modules[-1] if self.modules else (LOSS, torch.is_grad_enabled())
-        hidden = followed and not torch.is_grad_enabled()
-        needing = len(factors) if hidden else sum(factor.requires_grad for factor in factors) if followed else 0
-        if self.counts:
-            self.counted.forward[part] += forward
-            self.counted.backward[part] += needing * forward
-            self.differentiated[part] += forward if needing else 0
+        if func in _PRODUCTS:
+            args, kwargs = pytree.tree_map_only(Tensor, self.lower, (args, kwargs))
+        return func(*args, **kwargs)
 
     def lower(self, tensor: Tensor) -> Tensor:
-        """In bf16, as autocast does it: the copy of a weight is made once."""
-        if tensor.dtype != torch.float32:
+        """In bf16 where autocast has it so: the copy of a weight is made once."""
+        if not self.kernels.autocast or tensor.dtype != torch.float32:
             return tensor
         if not tensor.is_leaf or not tensor.requires_grad:
             return tensor.to(torch.bfloat16)
@@ -259,20 +341,10 @@ class _Products(TorchFunctionMode):
         return self.lowered[id(tensor)]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """Flash attention's account: a causal token sees (T + 1)/2 keys on average."""
-        if self.kernels.autocast:
-            q, k, v = self.lower(q), self.lower(k), self.lower(v)
-        tokens, keys = q.shape[-2], k.shape[-2]
-        seen = (tokens + 1) / 2 if options.get("is_causal") else keys
-        forward = 2 * q.shape[:-1].numel() * seen * (q.shape[-1] + v.shape[-1])
-        part, followed = self.modules[-1] if self.modules else (LOSS, torch.is_grad_enabled())
-        if self.counts:
-            self.counted.forward[ATTENTION] += forward
-        if self.counts and followed:
-            self.counted.backward[ATTENTION] += FLASH_BACKWARD * forward
-            self.attention_backward[part] += FLASH_BACKWARD * forward
-            self.differentiated[ATTENTION] += forward if part == "core" else 0
-        return _FlashAttention.apply(q, k, v)
+        """Flash attention, which keeps q, k, v, the output and the log-sum-exp of every query."""
+        q, k, v = self.lower(q), self.lower(k), self.lower(v)
+        causal = options.get("is_causal", False)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)[0]
 
     def rms_norm(
         self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None, **named: Any
@@ -294,68 +366,84 @@ class _Products(TorchFunctionMode):
         return F.dropout(x, p, training)
 
 
-def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The factors of a product, however they are handed over."""
-    left, right, *_ = (*args, *(kwargs[name] for name in ("input", "other", "weight", "mat2") if name in kwargs))
-    return left, right
+# --- steps of any depth ----------------------------------------------------------------------------------------------
+
+Means = TypeVar("Means", Passes, TokenFlops)
 
 
-_FACTORS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], tuple[Tensor, Tensor]]] = dict.fromkeys(
-    (F.linear, torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm),
-    _two,
-)
-"""Operations that multiply matrices, the shared dimension last in the first factor."""
+def sampled_depths(config: Config) -> Counter[int]:
+    """How many of the run's (first 4,096) steps have which depth: the very draws that the trainer will make."""
+    steps = range(min(config.training.steps, SAMPLED_STEPS))
+    seed, num_loops = config.training.seed, config.model.num_loops
+    return Counter(sample_depth(config.objective, num_loops, seed=seed, step=step) for step in steps)
 
 
-class _FlashAttention(torch.autograd.Function):
-    """Keeps q, k, v, the output, which is laid out like q, and the log-sum-exp of every query."""
+class CountedSteps:
+    """Steps of any number of loops, of which only a few are counted, when they are asked for.
 
-    @staticmethod
-    def forward(ctx: Any, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor) -> Tensor:
-        out_BHTC = torch.empty_like(q_BHTC)
-        ctx.save_for_backward(
-            q_BHTC, k_BGSC, v_BGSC, out_BHTC, q_BHTC.new_empty(q_BHTC.shape[:-1], dtype=torch.float32)
-        )
-        return out_BHTC
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("a counted step has no backward pass")
-
-
-@contextmanager
-def _parts_told(model: LoopedLM, products: _Products) -> Iterator[None]:
-    """Tell `products` which part is being run, and in which grad mode each module was entered.
-
-    Matrices and norms inside a part are left alone: a hook would keep the hand-written gradients from running.
+    From a few loops on (more than are back-propagated or supervised) each further one takes as much as the last, so a
+    step of a thousand loops is as soon known as one of four.
     """
-    handles = []
-    for name, module in model.named_modules():
-        part = PARTS.get(name.split(".")[0])
-        if part is not None and (name in PARTS or not isinstance(module, (nn.Linear, nn.RMSNorm, nn.LayerNorm))):
 
-            def enter(module: nn.Module, inputs: Any, part: str = part) -> None:
-                products.modules.append((part, torch.is_grad_enabled()))
+    def __init__(
+        self, config: Config, *, sequences: int = 1, kernels: Kernels | None = None, flops: bool = True
+    ) -> None:
+        self.config, self.sequences, self.kernels, self.flops = config, sequences, kernels or kernels_of("cpu"), flops
+        objective = config.objective
+        self.regular = 1 + max(objective.backprop_loops or 1, objective.last_n or 1)
+        if objective.placement in ("weighted", "distilled"):  # loops of weight 0 are not read; exits are drawn
+            self.regular = MOST_LOOPS
+        self.counted: dict[int, Counted] = {}
 
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(lambda *_: products.modules.pop() and None))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def at(self, depth: int) -> Counted:
+        """A step of `depth` loops."""
+        if depth > self.regular + 1:
+            return self.at(self.regular).further(self.at(self.regular + 1), depth - self.regular)
+        if depth not in self.counted:
+            config = self.config
+            if config.objective.depth == "fixed":  # a design may hold weights for each loop
+                config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_loops=depth))
+            self.counted[depth] = count_step(
+                config, depth=depth, sequences=self.sequences, kernels=self.kernels, flops=self.flops
+            )
+        return self.counted[depth]
 
+    def passes(self) -> Passes:
+        """Mean passes of a step, over the depths that the run samples."""
 
-def _reaches(loss: Tensor, start: LoopState) -> bool:
-    """Whether the loss's graph leads back to what the first loop starts from, or to the input that loops read again."""
-    wanted = {leaf.grad_fn for leaf in pytree.tree_leaves(start) if isinstance(leaf, Tensor)} - {None}
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in wanted:
-            return True
-        waiting.extend(following for following, _ in node.next_functions)
-    return False
+        def at(depth: int) -> Passes:
+            objective = self.config.objective
+            readouts = num_readouts(objective, depth)
+            return Passes(
+                loops=depth,
+                backprop_loops=min(objective.backprop_loops or depth, depth),
+                readouts=readouts,
+                head_rows=1 + objective.exit_fraction * (readouts - 1),
+                prelude_backward=float(self.at(depth).prelude_reached),
+            )
+
+        return self._mean(at, Passes)
+
+    def flops_per_token(self) -> TokenFlops:
+        """C and its parts; the mean over the depths that the run samples."""
+        tokens = self.sequences * self.config.sequence_length
+
+        def at(depth: int) -> TokenFlops:
+            flops = self.at(depth).flops
+            return TokenFlops(
+                prelude=flops["prelude"] / tokens,
+                core=flops["core"] / tokens,
+                coda=flops["coda"] / tokens,
+                head=(flops[LOSS] + flops["gate"] + flops["readout"]) / tokens,
+                attention=flops[ATTENTION] / tokens,
+                total=flops.total() / tokens,
+            )
+
+        return self._mean(at, TokenFlops)
+
+    def _mean(self, at: Callable[[int], Means], kind: type[Means]) -> Means:
+        """The mean over the run's own depths, field by field."""
+        depths = sampled_depths(self.config)
+        values = [(at(depth), count / depths.total()) for depth, count in depths.items()]
+        names = [each.name for each in dataclasses.fields(kind)]
+        return kind(**{name: sum(getattr(value, name) * share for value, share in values) for name in names})

@@ -1,84 +1,49 @@
-"""What a training run costs, from its configuration alone: memory, time, devices; see also `flops`, `counting`."""
+"""What a training run costs, from its configuration alone: FLOPs, memory, time, devices; counted in `counting`.
+
+With K loops, of which B are back-propagated, and R readouts (means, where depth is sampled), a trained token of our
+plain model takes so many FLOPs:
+
+    C = 6·W_pre + (2K + 4B)·W_core + 6R·W_coda + 6R·V·d + attention
+    attention = 4·a·L·[3.5·n_pre + (K + 2.5B)·n_core + 3.5R·n_coda]           L = (T + 1)/2 keys: causal, on average
+
+W counts the weights that multiply a token (matrices, not norms or tables), n the layers, and a the channels of all
+heads, usually d. Checkpointed loops run forward once more: + 2B·W_core + 4·a·L·B·n_core. Without injection a truncated
+gradient (B < K) never reaches the prelude, which then costs 2 instead of 6.
+
+Legend: T tokens of a sequence, V vocabulary, d width.
+"""
 
 import dataclasses
 import functools
 import math
-import sys
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from loopscope.config import Config
 from loopscope.errors import ConfigError
-from loopscope.machine import Choice, memory_bytes
-from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.machine import memory_bytes
+from loopscope.model.looped_lm import build
 from loopscope.objectives.cross_entropy import choose_chunk_rows
 from loopscope.objectives.placement import num_readouts
-from loopscope.training.counting import Counted, Kernels, kernels_of
-from loopscope.training.flops import (
+from loopscope.results.plan import Memory, MicroBatch, TrainingPlan
+from loopscope.results.record import Choice
+from loopscope.training.counting import (
+    FLOAT32,
     CountedSteps,
-    Passes,
-    TokenFlops,
     active_parameters,
-    expected_passes,
-    flops_per_token,
+    kernels_of,
     parameters_by_part,
     sampled_depths,
 )
 from loopscope.training.optimizers import split_parameters
 
-FLOAT32 = 4
-"""Bytes of a number in parameters, gradients, optimiser state, the residual stream and every statistic."""
 BFLOAT16 = 2
 
 MOST_OF_MEMORY = 1.5
 """A plan above so many times the device's memory is refused: no moment of a step holds all that a plan counts."""
 
 # --- memory ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, as if all gradients already existed when a forward pass ends.
-
-    No moment of a step holds all of it; the temporaries of single operations are not counted.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    """AdamW: two moments of everything; Muon: one momentum of the layers' matrices, two moments of the rest."""
-    communication: int
-    """Several devices: DDP's copy of the gradients, or FSDP2's gathered parameters and not yet reduced gradients."""
-    activations: int
-    """What autograd saves of one micro-batch, up to the features."""
-    recomputed: int
-    """Checkpointed loops: one loop's activations, computed again in the backward pass."""
-    loss_gradients: int
-    """What the fused loss saves: its V×d gradient of the head and its gradient of every row of features."""
-    loss_workspace: int
-    """What only the forward pass of the loss holds: stacked features and one chunk of logits."""
-
-    @property
-    def total(self) -> int:
-        """Their sum."""
-        return sum(dataclasses.astuple(self))
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The largest piece of work that one device does at once: a micro-batch at the deepest depth the run samples."""
-
-    sequences: int
-    tokens: int
-    depth: int
-    """Loops."""
-    readouts: int
-    """Loops that are read out."""
-    rows: int
-    """Rows that the head multiplies."""
 
 
 def largest_micro_batch(config: Config, devices: int) -> MicroBatch:
@@ -92,29 +57,37 @@ def largest_micro_batch(config: Config, devices: int) -> MicroBatch:
     tokens, depth = sequences * config.sequence_length, max(sampled_depths(config))
     readouts = num_readouts(config.objective, depth)
     rows = math.ceil((1 + config.objective.exit_fraction * (readouts - 1)) * tokens)
-    return MicroBatch(sequences, tokens, depth, readouts, rows)
+    return MicroBatch(sequences=sequences, tokens=tokens, depth=depth, readouts=readouts, rows=rows)
 
 
 def plan_memory(
     config: Config, *, devices: int = 1, device_type: str = "cpu", steps: CountedSteps | None = None
 ) -> Memory:
     """Memory of a training step, counted without numbers; see `Memory` for what each number holds."""
-    model = build(config.design("a plan"), device="meta")
-    kernels, batch = kernels_of(device_type), largest_micro_batch(config, devices)
-    step = (steps or CountedSteps(config, sequences=batch.sequences, kernels=kernels)).at(batch.depth)
+    design = config.design("a plan")
+    model, batch, kernels = build(design, device="meta"), largest_micro_batch(config, devices), kernels_of(device_type)
+    steps = steps or CountedSteps(config, sequences=batch.sequences, kernels=kernels, flops=False)
+    step = steps.at(batch.depth)
     parameters = FLOAT32 * sum(parameters_by_part(model).values())
     shards = devices if config.training.shard == "full" else 1
     copies = 0 if devices == 1 else 1 if config.training.shard == "none" else 2
-    return Memory(
-        parameters=math.ceil(parameters / shards),
-        gradients=math.ceil(parameters / shards),
-        optimizer=math.ceil(_optimizer_bytes(config, model) / shards),
-        communication=copies * parameters,
-        activations=step.saved,
-        recomputed=step.recomputed,
-        loss_gradients=loss_gradient_bytes(config, step),
-        loss_workspace=_loss_workspace_bytes(config, kernels, batch, device_type),
-    )
+    matrices, others = (sum(p.numel() for p in part) for part in split_parameters(model))
+    moments = (1 if config.training.optimizer == "muon" else 2) * matrices + 2 * others
+    # The workspace of the loss: stacked features (an exit gate saves them anyway) and a chunk of logits.
+    stacked = 0 if config.objective.placement == "gated" else batch.readouts * batch.tokens * design.width
+    chunk = int(_loss_chunk(config, batch, device_type).value) * design.vocab_size
+    autocast_copies = design.width * (batch.rows + design.vocab_size) + chunk if kernels.autocast else 0
+    parts = {
+        "parameters": math.ceil(parameters / shards),
+        "gradients": math.ceil(parameters / shards),
+        "optimizer": math.ceil(FLOAT32 * moments / shards),
+        "communication": copies * parameters,
+        "activations": step.saved,
+        "recomputed": step.recomputed,
+        "loss_gradients": step.loss_gradients,
+        "loss_workspace": FLOAT32 * (stacked + chunk) + BFLOAT16 * autocast_copies,
+    }
+    return Memory(**parts, total=sum(parts.values()))
 
 
 def check_memory(config: Config, *, devices: int, device_type: str) -> None:
@@ -142,27 +115,6 @@ def check_logits(tokens: int, vocab_size: int, *, batch: int, device_type: str) 
             f"the logits of {tokens:,} tokens at a time take {needed / 2**30:,.0f} GB, and this {device_type} device "
             f"has {room / 2**30:,.0f} GB; take fewer sequences",
         )
-
-
-def _optimizer_bytes(config: Config, model: LoopedLM) -> int:
-    matrices, others = (sum(p.numel() for p in part) for part in split_parameters(model))
-    return FLOAT32 * ((1 if config.training.optimizer == "muon" else 2) * matrices + 2 * others)
-
-
-def loss_gradient_bytes(config: Config, step: Counted) -> int:
-    """What the fused loss saves: gradients of features and head in every call, and of the weights where they learn."""
-    width, vocab_size = config.design("a plan").width, config.model.vocab_size
-    return FLOAT32 * sum(width * (rows + vocab_size) + rows * learned for rows, learned in step.loss_calls)
-
-
-def _loss_workspace_bytes(config: Config, kernels: Kernels, batch: MicroBatch, device_type: str) -> int:
-    """Stacked features (an exit gate saves them anyway) and a chunk of logits; autocast copies both, and the head."""
-    design = config.design("a plan")
-    width, vocab_size = design.width, design.vocab_size
-    chunk = int(_loss_chunk(config, batch, device_type).value) * vocab_size
-    stacked = 0 if config.objective.placement == "gated" else batch.readouts * batch.tokens * width
-    copies = BFLOAT16 * (width * (batch.rows + vocab_size) + chunk) if kernels.autocast else 0
-    return FLOAT32 * (stacked + chunk) + copies
 
 
 def _loss_chunk(config: Config, batch: MicroBatch, device_type: str) -> Choice:
@@ -219,61 +171,7 @@ def choose_precision(device_type: str) -> Choice:
     return Choice("precision", "bfloat16", "autocast: layers in bf16; weights, gradients and residual stream float32")
 
 
-# --- the plan --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What a run costs; `to_dict` is its JSON, documented in docs/plan.md."""
-
-    parameters: dict[str, int]
-    active_parameters: int
-    """Those that a token meets; with a mixture of experts fewer than are stored."""
-    passes: Passes
-    flops_per_token: TokenFlops
-    memory: Memory
-    devices: int
-    shard: str
-    micro_batch: MicroBatch
-    tokens: int
-    """Tokens of the run."""
-    flops_per_second: float
-    """Of one device, before utilisation."""
-    utilisation: float
-    choices: tuple[Choice, ...]
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of the whole run."""
-        return self.flops_per_token.total * self.tokens
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all devices together, if none waits for another."""
-        return self.devices * self.flops_per_second * self.utilisation / self.flops_per_token.total
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the run; evaluation and checkpoints come on top."""
-        return self.tokens / self.tokens_per_second
-
-    def devices_for(self, seconds: float) -> int:
-        """Fewest devices that finish the run in this time, if none waits for another."""
-        if not seconds > 0:
-            raise ConfigError.of("seconds", seconds, "must be above 0")
-        needed = self.flops / max(self.flops_per_second * self.utilisation * seconds, sys.float_info.min)
-        if not math.isfinite(needed):
-            raise ConfigError(f"no number of devices finishes this run within {seconds:g} seconds")
-        return math.ceil(needed)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All numbers, the derived ones included, as plain JSON values."""
-        plan = dataclasses.asdict(self)
-        plan["choices"] = list(plan["choices"])
-        for name in ("flops_per_token", "memory"):
-            plan[name]["total"] = getattr(self, name).total
-        derived = {name: getattr(self, name) for name in ("flops", "tokens_per_second", "seconds")}
-        return {**plan, **derived, "total_parameters": sum(self.parameters.values())}
+# --- the plan -------------------------------------------------------------------------------------------------------
 
 
 def plan_training(
@@ -293,18 +191,24 @@ def plan_training(
     model, batch = build(config.design("a plan"), device="meta"), largest_micro_batch(config, devices)
     speed, utilisation = choose_speed(device_type, flops_per_second), choose_utilisation(device_type)
     steps = CountedSteps(config, sequences=batch.sequences, kernels=kernels_of(device_type))
-    memory = plan_memory(config, devices=devices, device_type=device_type, steps=steps)
+    parameters, per_token = parameters_by_part(model), steps.flops_per_token()
+    tokens = tokens or config.training.steps * config.training.batch * config.sequence_length
+    tokens_per_second = devices * float(speed.value) * float(utilisation.value) / per_token.total
     return TrainingPlan(
-        parameters=parameters_by_part(model),
+        parameters=parameters,
         active_parameters=active_parameters(model),
-        passes=expected_passes(config, steps),
-        flops_per_token=flops_per_token(config, steps),
-        memory=memory,
+        passes=steps.passes(),
+        flops_per_token=per_token,
+        memory=plan_memory(config, devices=devices, device_type=device_type, steps=steps),
         devices=devices,
         shard=config.training.shard,
         micro_batch=batch,
-        tokens=tokens or config.training.steps * config.training.batch * config.sequence_length,
+        tokens=tokens,
         flops_per_second=float(speed.value),
         utilisation=float(utilisation.value),
         choices=(speed, utilisation, choose_precision(device_type), _loss_chunk(config, batch, device_type)),
+        flops=per_token.total * tokens,
+        tokens_per_second=tokens_per_second,
+        seconds=tokens / tokens_per_second,
+        total_parameters=sum(parameters.values()),
     )

@@ -19,7 +19,8 @@ import torch
 from loopscope.config import Config, TrainingConfig, changes_learning, config_to_dict
 from loopscope.errors import RunError, UnsupportedError
 from loopscope.files import Part, read_as
-from loopscope.machine import Choice, automatic_choices, choose_device, git_state, resolve_compile, versions
+from loopscope.machine import automatic_choices, choose_device, git_state, resolve_compile, versions
+from loopscope.results.record import Choice
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from loopscope.training.trackers import check_installed
