@@ -42,7 +42,7 @@ from loopscope.adapters.hf import open_folder
 from loopscope.adapters.hrm_text import HrmText
 from loopscope.inference.cache import KVCache
 from loopscope.inference.decoding import CachedRunner, Limits, RecomputingRunner, Runner, decode, last_logits
-from loopscope.model.layers import rotate
+from loopscope.model.attention import rotate
 from loopscope.model.looped_lm import LoopedLM
 from loopscope.protocol import LoopedModel
 from side_by_side import Measured, machine, measure

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import loopscope as ls
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, UnsupportedError
-from loopscope.model.layers import TaperNorm
+from loopscope.model.norms import TaperNorm
 from loopscope.objectives.placement import Objective
 
 pytest.importorskip("transformers")

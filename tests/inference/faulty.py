@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loopscope.config import ModelConfig
-from loopscope.model.layers import Attention, Rotation, causal_attention, rotate, rotation
+from loopscope.model.attention import Attention, Rotation, causal_attention, rotate, rotation
 from loopscope.model.looped_lm import LoopedLM
 from loopscope.protocol import LoopState
 

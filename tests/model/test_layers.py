@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from loopscope.model.layers import Attention, FeedForward, Layer, rotate, rotation
+from loopscope.model.attention import Attention, rotate, rotation
+from loopscope.model.feed_forward import FeedForward
+from loopscope.model.layers import Layer
 
 SLOT = ("core", 0, 0)
 

@@ -12,7 +12,8 @@ from test_plan import RealStep, configure
 
 import loopscope as ls
 from loopscope.config import ModelConfig, config_to_yaml
-from loopscope.model.layers import NORM_PLACEMENTS, Layer, PreNorm, make_norm
+from loopscope.model.layers import Layer
+from loopscope.model.norms import NORM_PLACEMENTS, PreNorm, make_norm
 from loopscope.training import checkpoint
 from loopscope.training.counting import Kernels, count_step
 from loopscope.training.optimizers import Optimizers

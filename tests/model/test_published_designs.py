@@ -12,8 +12,9 @@ from torch.nn import functional as F
 import loopscope as ls
 from loopscope.config import Config, ModelConfig, ObjectiveConfig
 from loopscope.designs import DESIGNS
-from loopscope.model.layers import MixtureOfExperts, TaperNorm
+from loopscope.model.feed_forward import MixtureOfExperts
 from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.model.norms import TaperNorm
 from loopscope.model.recurrence import RECURRENCES
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import run_loops

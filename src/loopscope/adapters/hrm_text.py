@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout
 from loopscope.config import ModelConfig, ObjectiveConfig
+from loopscope.model.attention import rotation
 from loopscope.model.kernels import RMSNorm
-from loopscope.model.layers import Stack, rotation
+from loopscope.model.layers import Stack
 from loopscope.model.looped_lm import check_ids
 from loopscope.model.recurrence import between_loops
 from loopscope.protocol import Cache, LinearReadout, Loop, LoopState, MixedDepths

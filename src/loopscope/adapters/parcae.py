@@ -19,7 +19,7 @@ from typing import Any
 from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, attention_rows, randomly_deep
 from loopscope.adapters.huginn import BACKPROP_LOOPS, EMBEDDING, layers
 from loopscope.config import ModelConfig
-from loopscope.model.layers import VALUE_GATE_CHANNELS
+from loopscope.model.attention import VALUE_GATE_CHANNELS
 
 CLASS_NAME = "ParcaeConfig"
 INJECTIONS = {"diagonal": "diagonal", "linear": "concat", "add": "add"}

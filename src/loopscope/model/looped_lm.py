@@ -14,21 +14,12 @@ from torch import Tensor, nn
 
 from loopscope.config import ModelConfig
 from loopscope.errors import DataError
-from loopscope.model.layers import (
-    Beside,
-    Layer,
-    MixtureOfExperts,
-    Rotation,
-    Stack,
-    TaperNorm,
-    draw,
-    init_std,
-    make_optional_norm,
-    rotation,
-)
-from loopscope.model.own_losses import PonderCost, RouterBalance, RouterZLoss
+from loopscope.model.attention import Rotation, rotation
+from loopscope.model.feed_forward import MixtureOfExperts, RouterBalance, RouterZLoss
+from loopscope.model.layers import Beside, Layer, Stack
+from loopscope.model.norms import TaperNorm, draw, init_std, make_optional_norm
 from loopscope.model.readouts import Norm, hidden_by, make_readout
-from loopscope.model.recurrence import RECURRENCES, Context, DiagonalInjection, ForgetfulInjection
+from loopscope.model.recurrence import RECURRENCES, Context, DiagonalInjection, ForgetfulInjection, PonderCost
 from loopscope.objectives.placement import Objective, ObjectiveResult
 from loopscope.objectives.terms import Term
 from loopscope.protocol import (

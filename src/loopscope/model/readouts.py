@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.config import ModelConfig
-from loopscope.model.layers import TaperNorm, make_norm, scale_of
+from loopscope.model.norms import TaperNorm, make_norm, scale_of
 
 HIDDEN_BELOW = 1e-4
 """A scale exponent (or taper share) below this is not a training signal: the readout counts as hiding scale."""

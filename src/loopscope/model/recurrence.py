@@ -28,7 +28,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopscope.config import ModelConfig
-from loopscope.model.layers import Beside, Rotation, Stack, init_std, make_norm, make_optional_norm
+from loopscope.model.attention import Rotation
+from loopscope.model.layers import Beside, Stack
+from loopscope.model.norms import init_std, make_norm, make_optional_norm
+from loopscope.objectives.terms import Pass, Term
 from loopscope.protocol import Cache, Loop, LoopState
 
 DAMPING_LOGIT = 3.0
@@ -421,6 +424,27 @@ class PonderingRecurrence(Recurrence):
     def shown(self, state: LoopState) -> Tensor:
         """The average, to which the current state gives what is left."""
         return state.carried["average"] + state.carried["left"] * state.h_BTD
+
+
+@dataclass(frozen=True)
+class PonderCost(Term):
+    """τ·mean over tokens of N + R, the loops until a token halts and what was left of its weight then (ACT).
+
+    Read from the carried weights `left` of every loop; only R has a gradient.
+    """
+
+    weight: float
+    name: str = "ponder_cost"
+
+    def value(self, seen: Pass) -> Tensor:
+        lefts = [state.carried["left"] for state in seen.trace.states if "left" in state.carried]
+        if not lefts:
+            return seen.nothing
+        before_KBT1 = torch.stack(lefts[:-1])
+        runs_KBT1 = before_KBT1 > 0
+        runs_on_KBT1 = torch.cat([runs_KBT1[1:], torch.zeros_like(runs_KBT1[:1])])
+        remainder_BT1 = (before_KBT1 * (runs_KBT1 & ~runs_on_KBT1)).sum(0)
+        return self.weight * (runs_KBT1.sum(0) + remainder_BT1).mean()
 
 
 # A further recurrence is one class, one line here, and its name among those of `ModelConfig.recurrence`.

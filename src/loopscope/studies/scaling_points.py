@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from loopscope.config import config_from_dict
 from loopscope.errors import ConfigError, DataError
-from loopscope.model.layers import ValueEmbedding
+from loopscope.model.attention import ValueEmbedding
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.readings import Run
 from loopscope.studies.scaling import Point

@@ -33,8 +33,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from loopscope.config import MOST_LOOPS, Config
 from loopscope.errors import ConfigError
+from loopscope.model.feed_forward import MixtureOfExperts
 from loopscope.model.kernels import fused_rms_norm, hand_written_everywhere
-from loopscope.model.layers import MixtureOfExperts
 from loopscope.model.looped_lm import LoopedLM, build, count_parameters
 from loopscope.objectives.cross_entropy import ReadoutLoss
 from loopscope.objectives.placement import Objective, num_readouts, sample_depth
