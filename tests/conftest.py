@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from loopscope.cli import main
 from loopscope.config import ModelConfig
 from loopscope.machine import limit_cpu_isa
 
@@ -89,6 +91,68 @@ def flushed_denormals():
     torch.set_flush_denormal(True)
     yield
     torch.set_flush_denormal(False)
+
+
+TEXT = "".join(f"line {n} of a text about rivers and {n * n} stones\n" for n in range(400))
+TINY_RUN = [
+    "--preset", "demo", "--vocab-size", "256", "--tokenizer", "bytes", "--width", "16", "--num-layers", "1",
+    "--num-heads", "2", "--num-loops", "3", "--max-length", "16", "--batch", "4", "--steps", "8", "--log-every", "2",
+    "--eval-every", "4", "--save-every", "4", "--eval-tokens", "200", "--lr", "0.01",
+]  # fmt: skip
+Told = tuple[int, str, str]
+"""Exit code, stdout, stderr."""
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory) -> tuple[Path, dict[tuple[str, ...], Told]]:
+    """A folder with the path of `place` and what stands in it after each command that a test began with."""
+    return tmp_path_factory.mktemp("kept"), {}
+
+
+@pytest.fixture
+def place(kept, monkeypatch) -> Path:
+    """A folder with a text and a cache of its own: the same path for every test, and nobody has been there."""
+    folder = kept[0] / "place"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "text.txt").write_text(TEXT)
+    monkeypatch.setenv("LOOPSCOPE_CACHE", str(folder / "cache"))
+    return folder
+
+
+@pytest.fixture
+def text(place) -> Path:
+    return place / "text.txt"
+
+
+@pytest.fixture
+def train_command(place, text) -> Callable[..., list[str]]:
+    """A command that trains a tiny model on the text of the place for eight steps, unless flags say otherwise."""
+    return lambda *flags, out="run": ["train", *TINY_RUN, "--data", str(text), "--out", str(place / out), *flags]
+
+
+@pytest.fixture
+def train(place, text, train_command, kept, capsys) -> Callable[..., Told]:
+    """Run that command; gives exit code, stdout, stderr.
+
+    A command that several tests begin with is run once: the others find what it left and what it said.
+    """
+
+    def run(*flags: str, out: str = "run") -> Told:
+        command = tuple(train_command(*flags, out=out))
+        is_first = [*place.iterdir()] == [text] and text.read_text() == TEXT
+        copies, told = kept
+        if is_first and command in told:
+            shutil.copytree(copies / str([*told].index(command)), place, dirs_exist_ok=True)
+            return told[command]
+        code = main(list(command))
+        output = capsys.readouterr()
+        if is_first:
+            shutil.copytree(place, copies / str(len(told)), symlinks=True)
+            told[command] = code, output.out, output.err
+        return code, output.out, output.err
+
+    return run
 
 
 @pytest.fixture

@@ -19,11 +19,6 @@ TINY = """
 model: {vocab_size: 256, width: 16, num_layers: 1, num_heads: 2, num_loops: 3, max_length: 16, readout: READOUT}
 objective: {placement: per-loop}
 """
-TRAIN = [
-    "--preset", "demo", "--vocab-size", "256", "--tokenizer", "bytes", "--width", "16", "--num-layers", "1",
-    "--num-heads", "2", "--num-loops", "3", "--max-length", "16", "--batch", "4", "--steps", "6", "--log-every", "3",
-    "--eval-every", "6", "--save-every", "6", "--eval-tokens", "200", "--lr", "0.01",
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -47,13 +42,9 @@ def design(tmp_path):
 
 
 @pytest.fixture
-def run_folder(tmp_path, monkeypatch, capsys) -> Path:
-    monkeypatch.setenv("LOOPSCOPE_CACHE", str(tmp_path / "cache"))
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"line {n} of a text about rivers and {n * n} stones\n" for n in range(400)))
-    assert main(["train", *TRAIN, "--data", str(text), "--out", str(tmp_path / "run")]) == 0
-    capsys.readouterr()
-    return tmp_path / "run"
+def run_folder(train, place) -> Path:
+    assert train("--steps", "6", "--log-every", "3", "--eval-every", "6", "--save-every", "6")[0] == 0
+    return place / "run"
 
 
 def test_a_design_with_a_norm_readout_is_a_finding_before_it_is_trained(audit, design):

@@ -17,18 +17,6 @@ DESIGN = """
 model: {vocab_size: 256, width: 32, num_layers: 1, num_heads: 2, num_loops: 3, max_length: 32}
 data: {tokenizer: bytes}
 """
-TINY = [
-    *("--preset", "demo", "--vocab-size", "256", "--tokenizer", "bytes", "--width", "16", "--num-layers", "1"),
-    *("--num-heads", "2", "--num-loops", "3", "--max-length", "16", "--batch", "4", "--steps", "2"),
-]
-
-
-@pytest.fixture
-def text(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("LOOPSCOPE_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {n} of a text about rivers and {n * n} stones\n" for n in range(200)))
-    return path
 
 
 @pytest.fixture
@@ -136,9 +124,9 @@ def test_a_text_without_a_whole_window_is_one_sentence(evaluate):
     assert code == 2 and "no whole window" in err
 
 
-def test_what_was_measured_stays_in_the_run_also_when_less_is_asked_for_later(tmp_path, text, capsys):
-    run = tmp_path / "run"
-    assert main(["train", *TINY, "--data", str(text), "--out", str(run)]) == 0
+def test_what_was_measured_stays_in_the_run_also_when_less_is_asked_for_later(train, place, capsys):
+    run = place / "run"
+    assert train()[0] == 0
     assert main(["eval", str(run), "--depths", "1..4", "--speed", "--cache-policies", "--max-tokens", "160"]) == 0
     assert main(["eval", str(run), "--max-tokens", "160"]) == 0
     read = read_run(run, "run")
