@@ -14,7 +14,7 @@ import pytest
 import tyro
 import yaml
 
-from loopscope.cli import START_HERE, VERBS, main
+from loopscope.cli import VERBS, main
 from loopscope.cli.flags import sections_of
 from loopscope.config import ModelConfig
 from loopscope.machine import versions
@@ -92,7 +92,7 @@ def test_a_wrong_name_is_told_without_importing_torch(command, sentence, tmp_pat
 def test_the_help_shows_exactly_the_flags_that_are_parsed_each_once_with_its_docstring(verb, capsys, monkeypatch):
     """The help is ours and the parser is tyro's: tyro's own help is the second opinion."""
     monkeypatch.setenv("COLUMNS", "300")
-    sections = sections_of(VERBS[verb], start_here=START_HERE.get(verb, ()))
+    sections = sections_of(VERBS[verb])
     flags = [flag for section in sections for flag in section.flags]
     with pytest.raises(SystemExit):
         tyro.cli(VERBS[verb], prog="loopscope", args=["--help"], config=(tyro.conf.OmitArgPrefixes,))

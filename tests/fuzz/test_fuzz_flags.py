@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from readers import LINES, make_grid, make_run
 from watching import Watch, peak_memory
 
-from loopscope.cli import COMMANDS, START_HERE, main
+from loopscope.cli import COMMANDS, main
 from loopscope.cli.flags import Flag, sections_of
 
 FEWEST_CASES = 1000
@@ -133,7 +133,7 @@ def give(watch: Watch, command: list[str]) -> int:
 
 
 def flags_of(verb: str) -> list[Flag]:
-    return [flag for section in sections_of(COMMANDS[verb], None, START_HERE.get(verb, ())) for flag in section.flags]
+    return [flag for section in sections_of(COMMANDS[verb]) for flag in section.flags]
 
 
 @pytest.fixture

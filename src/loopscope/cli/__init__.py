@@ -1,4 +1,4 @@
-"""The command line: one file per verb. Verbs parse, call, and print; torch is imported late.
+"""The command line: one file per verb, which registers itself. Verbs parse, call, and print; torch is imported late.
 
 Results go to stdout, progress to stderr. Exit codes: 0 clean, 1 findings, 2 the user's mistake, 70 a bug,
 130 interrupted.
@@ -6,145 +6,44 @@ Results go to stdout, progress to stderr. Exit codes: 0 clean, 1 findings, 2 the
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import tyro
 
 from loopscope.checks import check_whole_numbers
-from loopscope.cli.atlas import Atlas
-from loopscope.cli.audit import Audit
-from loopscope.cli.calibrate import Calibrate
-from loopscope.cli.check import Check
 from loopscope.cli.completion import SHELLS, completion
-from loopscope.cli.configured import Configured
-from loopscope.cli.convert import Convert
-from loopscope.cli.env import Env
-from loopscope.cli.eval import Eval
 from loopscope.cli.flags import check_known, entry, help_text, sections_of
-from loopscope.cli.generate import Generate
-from loopscope.cli.ouro import ReproduceOuro, ReproduceOuroTrain
-from loopscope.cli.plan import Plan
-from loopscope.cli.quickstart import Quickstart
-from loopscope.cli.remedy import Remedy
-from loopscope.cli.report import Report
-from loopscope.cli.reproduce import Reproduce
-from loopscope.cli.scaling import Scaling
 from loopscope.cli.terminal import print_text, say
-from loopscope.cli.train import Train
+from loopscope.cli.verb import COMMANDS, Verb
 from loopscope.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
 from loopscope.machine import limit_cpu_isa, own_version
 
-TOP_HELP = """Train, audit and run looped (depth-recurrent, weight-shared) language models.
+for _module in (
+    *("quickstart", "train", "audit", "remedy", "eval", "check", "calibrate", "generate", "convert", "plan"),
+    *("reproduce", "ouro", "atlas", "scaling", "report", "env"),
+):  # in the order of the overview
+    importlib.import_module(f"loopscope.cli.{_module}")
 
-examples:
-  loopscope quickstart                   the blind spot in a few minutes, on this machine
-  loopscope train --preset nano          train; Ctrl-C saves, the same command resumes
-  loopscope audit runs/NAME              which state variables the loop carries and no loss sees
-  loopscope eval runs/NAME --depths 1..8 what exiting after each loop costs
-  loopscope check runs/NAME              is cached = uncached, padded = alone, every depth?
-  loopscope calibrate runs/NAME          leave loops out, with a bound on what that costs
-  loopscope generate runs/NAME "The "    text, at any number of loops
-  loopscope convert runs/NAME out/       for Hugging Face's libraries, and back
-  loopscope reproduce --size nano        the paper's claims, with verdicts, tables and figures
-  loopscope reproduce ouro TARGET        its checks of Ouro 1.4B, on any checkpoint of its kind
-  loopscope atlas                        every published design, audited: who hides what
-  loopscope scaling runs/                what a further loop is worth, in parameters
-  loopscope report runs/ -o report.html  one page about runs, to send to a colleague
-  loopscope plan --preset paper-44m      parameters, FLOPs, memory and time, before paying for them
-  loopscope env                          versions, device, and every automatic choice
-
-loopscope --version; loopscope --completion bash|zsh|fish prints a script that completes commands and flags
-
-exit codes: 0 clean, 1 findings, 2 your mistake, 70 a bug of ours, 130 interrupted"""
-
-
-class Verb(Protocol):
-    """A command: a dataclass whose fields are its flags."""
-
-    help: ClassVar[str]
-    """What it does in one line, then examples."""
-
-    def run(self) -> int:
-        """Do it, print the result, and return the exit code."""
-        ...
-
-
-VERBS: dict[str, type[Any]] = {
-    "quickstart": Quickstart,
-    "train": Train,
-    "audit": Audit,
-    "remedy": Remedy,
-    "eval": Eval,
-    "check": Check,
-    "calibrate": Calibrate,
-    "generate": Generate,
-    "convert": Convert,
-    "plan": Plan,
-    "reproduce": Reproduce,
-    "atlas": Atlas,
-    "scaling": Scaling,
-    "report": Report,
-    "env": Env,
-}
-COMMANDS: dict[str, type[Any]] = {
-    **VERBS,
-    "reproduce ouro": ReproduceOuro,
-    "reproduce ouro-train": ReproduceOuroTrain,
-}
-"""The verbs, and commands of two words."""
-START_HERE = {
-    "train": (
-        *(
-            "preset",
-            "design",
-            "data",
-            "readout",
-            "placement",
-            "num_loops",
-            "steps",
-            "batch",
-            "lr",
-            "seed",
-            "norm_penalty",
-        ),
-        *("out", "resume"),
-    ),
-    "generate": ("prompts_file", "max_tokens", "temperature", "top_p", "stop", "num_loops", "speculate", "json"),
-    "plan": (
-        *("preset", "design", "readout", "placement", "num_loops", "steps", "batch", "devices", "device_type"),
-        "within_hours",
-    ),
-}
-"""Fields that a newcomer needs, where a verb has many: its help shows them first."""
+VERBS = {name: verb for name, verb in COMMANDS.items() if " " not in name}
 
 
 @dataclass(frozen=True)
-class Shown:
+class Shown(Verb, needs_torch=False):
     """What `--help` and `--version` ask for: a text, and nothing else."""
 
     text: str
-    help: ClassVar[str] = "Print a text."
 
     def run(self) -> int:
         """Print it."""
         print_text(self.text)
         return EXIT_OK
-
-
-WRITE_A_FOLDER = (Train, Remedy, Reproduce, ReproduceOuro, ReproduceOuroTrain, Quickstart, Atlas, Scaling)
-"""Their --out is a folder; what `convert` writes it decides itself, and the others write a file."""
-
-WITHOUT_TORCH = (Report, Shown)
-"""They only read files: nothing of theirs depends on what the processor can do."""
-
-RENAMED = {"reproduce": {"--scale": "--size"}}
-"""Flags of earlier versions, by verb, with what they are called now."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character still gets the rest
     try:
         verb = parse(argv)
-        if not isinstance(verb, WITHOUT_TORCH):
+        if verb.needs_torch:
             limit_cpu_isa()
         exit_code = verb.run()
         sys.stdout.flush()
@@ -211,11 +110,11 @@ def parse(argv: Sequence[str]) -> Verb:
 
 def _parse_verb(name: str, arguments: list[str]) -> Verb:
     verb, command = COMMANDS[name], f"loopscope {name}"
-    for before, now in RENAMED.get(name, {}).items():
+    for before, now in verb.renamed.items():
         if before in (argument.partition("=")[0] for argument in arguments):
             raise ConfigError(f"{before} is called {now} now; see {command} --help")
-    defaults = verb.default(arguments) if issubclass(verb, Configured) else None  # a preset's values
-    sections = sections_of(verb, defaults, START_HERE.get(name, ()))
+    defaults = verb.defaults(arguments)
+    sections = sections_of(verb, defaults)
     if {"-h", "--help"} & {*arguments}:
         return Shown(help_text(command, verb.help, sections))
     check_known(arguments, command, sections)
@@ -225,12 +124,22 @@ def _parse_verb(name: str, arguments: list[str]) -> Verb:
     if left:
         raise ConfigError(f"{left[0]!r} means nothing to `{command}`; see {command} --help")
     check_whole_numbers(parsed)
-    if isinstance(parsed, WRITE_A_FOLDER) and parsed.out is not None and parsed.out.is_file():
+    if verb.out_is_folder and parsed.out is not None and parsed.out.is_file():
         raise ConfigError.of("out", str(parsed.out), "is a file; name a folder")
     return parsed
 
 
 def _top_help() -> str:
     verbs = (line for name, verb in VERBS.items() for line in entry(name, verb.help.splitlines()[0]))
-    about, rest = TOP_HELP.split("\n", 1)
-    return "\n".join(["usage: loopscope COMMAND [FLAGS]", "", about, "", "commands:", *verbs, rest])
+    begin = (verb.example for verb in COMMANDS.values() if verb.example is not None)
+    examples = (f"  loopscope {arguments:<28} {about}" for arguments, about in begin)
+    return "\n".join([TOP_HELP, "", "commands:", *verbs, "", "examples:", *examples, "", MORE_HELP])
+
+
+TOP_HELP = """usage: loopscope COMMAND [FLAGS]
+
+Train, audit and run looped (depth-recurrent, weight-shared) language models."""
+MORE_HELP = """\
+loopscope --version; loopscope --completion bash|zsh|fish prints a script that completes commands and flags
+
+exit codes: 0 clean, 1 findings, 2 your mistake, 70 a bug of ours, 130 interrupted"""

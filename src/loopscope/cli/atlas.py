@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from loopscope.cli.rows import run_rows
+from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import duration, print_json, print_tables, print_words, say
+from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
@@ -29,7 +30,9 @@ IN_TERMINAL = ("untrained", "trained", "growth", "far", "motion", "beyond")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Atlas:
+class Atlas(
+    Verb, command="atlas", example=("atlas", "every published design, audited: who hides what"), out_is_folder=True
+):
     """Flags of `loopscope atlas`."""
 
     designs: str = "all"

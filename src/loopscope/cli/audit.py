@@ -14,6 +14,7 @@ from tyro.conf import Positional
 from loopscope.checks import check_at_most
 from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
 from loopscope.cli.terminal import SCHEMA_VERSION, bar, print_tables, print_text, print_words, progress, say, sparkline
+from loopscope.cli.verb import Verb
 from loopscope.config import MOST_LOOPS, ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class Audit(
+    Verb, command="audit", example=("audit runs/NAME", "which state variables the loop carries and no loss sees")
+):
     """Flags of `loopscope audit`."""
 
     targets: Positional[tuple[str, ...]]

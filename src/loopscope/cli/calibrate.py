@@ -12,6 +12,7 @@ from tyro.conf import Positional
 
 from loopscope.checks import check_not_negative
 from loopscope.cli.terminal import bar, print_json, print_tables, print_text, progress, say
+from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from loopscope.words import check_tokenizer, check_word
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate:
+class Calibrate(
+    Verb, command="calibrate", example=("calibrate runs/NAME", "leave loops out, with a bound on what that costs")
+):
     """Flags of `loopscope calibrate`."""
 
     target: Positional[str]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_json, print_tables, print_text, progress
+from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK
 from loopscope.words import check_word
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(Verb, command="check", example=("check runs/NAME", "is cached = uncached, padded = alone, every depth?")):
     """Flags of `loopscope check`."""
 
     target: Positional[str]

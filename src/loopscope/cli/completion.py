@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from loopscope.cli.flags import Flag, sections_of
+from loopscope.cli.verb import Verb
 from loopscope.designs import DESIGNS
 from loopscope.presets import PRESETS
 
@@ -18,10 +18,10 @@ NAMED = {"preset": tuple(PRESETS), "design": tuple(DESIGNS)}
 TOP = ("--help", "--version", "--completion")
 
 
-def completion(shell: str, commands: Mapping[str, type[Any]]) -> str:
+def completion(shell: str, commands: Mapping[str, type[Verb]]) -> str:
     """The script for a shell of `SHELLS`."""
     flags = {
-        name: [flag for section in sections_of(command, None) for flag in section.flags if flag.names]
+        name: [flag for section in sections_of(command) for flag in section.flags if flag.names]
         for name, command in commands.items()
     }
     return SHELLS[shell](flags)

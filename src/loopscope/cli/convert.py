@@ -9,12 +9,13 @@ from typing import ClassVar, Literal
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_json, print_text, say
+from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.words import check_word
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convert:
+class Convert(Verb, command="convert", example=("convert runs/NAME out/", "for Hugging Face's libraries, and back")):
     """Flags of `loopscope convert`."""
 
     target: Positional[str]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from loopscope.cli.terminal import print_json, print_tables
+from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK
 
 EXAMPLE_ROWS, EXAMPLE_VOCABULARY = 4096, 20_000
@@ -15,7 +16,7 @@ EXAMPLE_ROWS, EXAMPLE_VOCABULARY = 4096, 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Env:
+class Env(Verb, command="env", example=("env", "versions, device, and every automatic choice")):
     """Flags of `loopscope env`."""
 
     json: bool = False

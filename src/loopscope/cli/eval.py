@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import bar, print_json, print_tables, print_text, progress, say
+from loopscope.cli.verb import Verb
 from loopscope.config import MOST_LOOPS
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval:
+class Eval(Verb, command="eval", example=("eval runs/NAME --depths 1..8", "what exiting after each loop costs")):
     """Flags of `loopscope eval`."""
 
     target: Positional[str]

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from tyro.conf import Positional
 
+from loopscope.cli.verb import Verb
 from loopscope.errors import ConfigError
 
 POSITIONAL = typing.get_args(Positional[str])[1]
@@ -54,12 +55,13 @@ class Section:
     flags: Sequence[Flag]
 
 
-def sections_of(verb: type[Any], defaults: object = None, start_here: Sequence[str] = ()) -> list[Section]:
+def sections_of(verb: type[Verb], defaults: object = None) -> list[Section]:
     """All flags of a verb: its own fields, then a section for each part of a configuration.
 
-    `defaults` is an instance whose values are the defaults (a preset's); `start_here` names fields, of the verb or of
-    its parts, that come first in a section of their own. Positional arguments come before everything.
+    `defaults` is an instance whose values are the defaults (a preset's). Fields, of the verb or of its parts, that it
+    says a newcomer should start with come first, in a section of their own. Positional arguments precede everything.
     """
+    start_here = verb.start_here.split()
     own = Section("flags" if not start_here else "more", "", list(_flags(verb, defaults)))
     parts = [
         Section(name, part.__doc__ or "", list(_flags(part, getattr(defaults, name, None))))

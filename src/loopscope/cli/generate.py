@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_json, say
+from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.files import read_text
 from loopscope.words import check_policy, check_tokenizer, check_word
@@ -25,7 +26,12 @@ MOST_PROMPT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate:
+class Generate(
+    Verb,
+    command="generate",
+    example=('generate runs/NAME "The "', "text, at any number of loops"),
+    start_here="prompts_file max_tokens temperature top_p stop num_loops speculate json",
+):
     """Flags of `loopscope generate`."""
 
     target: Positional[str]

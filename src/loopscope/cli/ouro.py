@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from tyro.conf import Positional
 
 from loopscope.cli.eval import parse_depths
-from loopscope.cli.rows import run_rows
+from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_words, progress, say
+from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, suggest
 from loopscope.rows.conditions import MOST_SEEDS, OURO_CONDITIONS, OuroSize, choose_seeds
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReproduceOuro:
+class ReproduceOuro(
+    Verb,
+    command="reproduce ouro",
+    example=("reproduce ouro TARGET", "its checks of Ouro 1.4B, on any checkpoint of its kind"),
+    out_is_folder=True,
+):
     """Flags of `loopscope reproduce ouro`."""
 
     target: Positional[str]
@@ -116,7 +122,7 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReproduceOuroTrain:
+class ReproduceOuroTrain(Verb, command="reproduce ouro-train", out_is_folder=True):
     """Flags of `loopscope reproduce ouro-train`."""
 
     size: OuroSize = "nano"

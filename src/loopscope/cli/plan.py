@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 
-from loopscope.cli.configured import Configured
 from loopscope.cli.terminal import duration, print_json, print_tables, print_text, print_words
+from loopscope.cli.verb import Configured
 from loopscope.config import Config, ModelConfig, config_to_dict, config_to_yaml
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_OK, ConfigError
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Configured):
+class Plan(
+    Configured,
+    command="plan",
+    example=("plan --preset paper-44m", "parameters, FLOPs, memory and time, before paying for them"),
+    start_here="preset design readout placement num_loops steps batch devices device_type within_hours",
+):
     """Flags of `loopscope plan`."""
 
     devices: int = 1

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from loopscope.cli.rows import run_rows
+from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
+from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,7 +26,12 @@ RETRIES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quickstart:
+class Quickstart(
+    Verb,
+    command="quickstart",
+    example=("quickstart", "the blind spot in a few minutes, on this machine"),
+    out_is_folder=True,
+):
     """Flags of `loopscope quickstart`."""
 
     steps: int = 150

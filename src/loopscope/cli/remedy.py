@@ -11,6 +11,7 @@ from tyro.conf import Positional
 from loopscope.cli.audit import print_audit
 from loopscope.cli.live import watching
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
+from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from loopscope.words import check_word
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remedy:
+class Remedy(Verb, command="remedy", out_is_folder=True):
     """Flags of `loopscope remedy`."""
 
     target: Positional[str]

@@ -10,11 +10,17 @@ import tyro
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_json, print_text, print_words
+from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(
+    Verb,
+    command="report",
+    example=("report runs/ -o report.html", "one page about runs, to send to a colleague"),
+    needs_torch=False,
+):
     """Flags of `loopscope report`."""
 
     runs: Positional[tuple[Path, ...]]

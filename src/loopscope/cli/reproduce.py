@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from loopscope.cli.rows import run_rows
+from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_words, say
+from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
 from loopscope.rows.conditions import CONDITIONS, GROUPS, Recipe, Size, choose_seeds, parse_conditions
 
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reproduce:
+class Reproduce(
+    Verb,
+    command="reproduce",
+    example=("reproduce --size nano", "the paper's claims, with verdicts, tables and figures"),
+    renamed={"--scale": "--size"},
+    out_is_folder=True,
+):
     """Flags of `loopscope reproduce`."""
 
     size: Size = "nano"

@@ -10,6 +10,7 @@ import tyro
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
+from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling:
+class Scaling(
+    Verb,
+    command="scaling",
+    example=("scaling runs/", "what a further loop is worth, in parameters"),
+    out_is_folder=True,
+):
     """Flags of `loopscope scaling`."""
 
     runs: Positional[tuple[Path, ...]]

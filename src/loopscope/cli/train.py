@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tyro.conf import Positional
 
-from loopscope.cli.configured import Configured
 from loopscope.cli.live import watching
 from loopscope.cli.terminal import print_json, print_text, say
+from loopscope.cli.verb import Configured
 from loopscope.config import Config, ModelConfig
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
@@ -27,7 +27,13 @@ EXIT_OF = {"finished": EXIT_OK, "interrupted": EXIT_INTERRUPTED, "stopped": EXIT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(Configured):
+class Train(
+    Configured,
+    command="train",
+    example=("train --preset nano", "train; Ctrl-C saves, the same command resumes"),
+    out_is_folder=True,
+    start_here="preset design data readout placement num_loops steps batch lr seed norm_penalty out resume",
+):
     """Flags of `loopscope train`."""
 
     target: Positional[str | None] = None
