@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loopscope.cli import COMMANDS, Shown, parse
 from loopscope.designs import DESIGNS
-from loopscope.rows.documents import read_reproduction
+from loopscope.results.reproduction import read_reproduction
 from loopscope.studies.tables import brief_claims_table
 
 ROOT = Path(__file__).parent.parent

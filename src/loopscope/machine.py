@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,16 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def provenance() -> dict[str, Any]:
+    """Where and when something is asked for, as the last fields of its record."""
+    return {
+        "versions": versions(),
+        "git": git_state(Path.cwd()),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
 
 
 def memory_bytes(device_type: str) -> int | None:

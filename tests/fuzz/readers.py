@@ -43,6 +43,7 @@ from loopscope.files import read_as, write_json
 from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
+from loopscope.results.record import encode
 from loopscope.rows.ledger import Ledger
 from loopscope.rows.probe import PARTS, has_probe, read_probe
 from loopscope.rows.spec import RowSpec
@@ -262,7 +263,7 @@ def results(folder: Path) -> list[str]:
     """Claims and tables, as `reproduce --rebuild` makes them."""
     found = read_results(folder / "grid")
     claims = judge_all(found)
-    json.dumps(claims.to_json(), allow_nan=False)
+    encode(claims)
     return [*(table.markdown() for table in all_tables(found, claims)), depths_csv(found)]
 
 

@@ -19,7 +19,7 @@ from loopscope.rows.conditions import (
     differences,
     parse_conditions,
 )
-from loopscope.rows.grid import Request, lay_out, read_grid, record, update_differences
+from loopscope.rows.grid import Request, lay_out, record, update_differences
 from loopscope.rows.spec import RowSpec
 
 
@@ -250,20 +250,6 @@ def test_a_grid_from_before_a_field_existed_is_the_same_grid(base, tmp_path):
     del known["recipes"]["paper"]["config"]["objective"]["z_loss"]
     (out / "grid.json").write_text(json.dumps(known))
     record(lay_out(request, out, print, base), [])
-
-
-def test_a_grid_from_when_size_was_called_scale_is_the_same_grid(base, tmp_path):
-    out, request = tmp_path / "out", Request(size="demo", seeds={"per-loop+raw": (42,)}, steps=4)
-    record(lay_out(request, out, print, base), [])
-    known = json.loads((out / "grid.json").read_text())
-    known["scale"] = known.pop("size")
-    (out / "grid.json").write_text(json.dumps(known))
-    assert read_grid(out).size == "demo"
-    with pytest.raises(RunError, match="size = 'demo', not 'nano'"):
-        record(lay_out(replace(request, size="nano"), out, print, base), [])
-    record(lay_out(replace(request, seeds={"terminal+raw": (42,)}), out, print, base), [])
-    known = json.loads((out / "grid.json").read_text())
-    assert known["size"] == "demo" and "scale" not in known and len(known["recipes"]["paper"]["seeds"]) == 2
 
 
 def test_more_threads_are_the_same_grid(base, tmp_path):

@@ -21,11 +21,10 @@ from samples import (
 
 from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import config_to_dict
-from loopscope.files import write_json
 from loopscope.presets import preset
 from loopscope.readings import RowRecord
-from loopscope.rows.conditions import CONDITIONS, apply_recipe
-from loopscope.rows.documents import (
+from loopscope.results.record import text_of
+from loopscope.results.reproduction import (
     FAILS,
     HOLDS,
     NOT_MEASURED,
@@ -34,9 +33,11 @@ from loopscope.rows.documents import (
     GridRecord,
     Judgement,
     Measured,
+    OfSeed,
     PaperValue,
     RecipeRecord,
 )
+from loopscope.rows.conditions import CONDITIONS, apply_recipe
 from loopscope.rows.ledger import write_record
 from loopscope.scores import Evaluation
 
@@ -185,10 +186,19 @@ def write_reproduction(folder: Path, conditions: dict[str, int], *, modern: tupl
     )
     command = ["/somewhere/bin/loopscope", "reproduce", "--size", "demo", "--out", "grid"]
     grid = GridRecord(
-        size="demo", commands=[command], recipes={"paper": paper}, data={}, test_data=None, eval_tokens=None
+        size="demo",
+        commands=[command],
+        recipes={"paper": paper},
+        data={},
+        test_data=None,
+        eval_tokens=None,
+        versions={},
+        git=None,
+        system="",
+        started="",
     )
-    write_json(folder / "grid.json", grid.to_json())
-    write_json(folder / "claims.json", claims().to_json())
+    (folder / "grid.json").write_text(text_of(grid))
+    (folder / "claims.json").write_text(text_of(claims()))
     return folder
 
 
@@ -225,7 +235,7 @@ def quantity(name: str, unit: str, mean: float, *, obeyed: bool | None = None, s
     return Measured(
         name=name,
         unit=unit,
-        seeds=[(42, mean), (101, mean * 1.1)],
+        seeds=[OfSeed(42, mean), OfSeed(101, mean * 1.1)],
         n=2,
         mean=mean,
         low=mean,

@@ -16,11 +16,12 @@ from samples import sample_audit, sample_evaluation, sample_halting, sample_loop
 from loopscope.auditing.activity import Lemma2
 from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import Config, config_to_dict
-from loopscope.files import write_json
+from loopscope.machine import provenance
 from loopscope.presets import preset
 from loopscope.readings import CalibratedHalting, RowRecord
+from loopscope.results.record import write_record
+from loopscope.results.reproduction import GridRecord, RecipeRecord
 from loopscope.rows.conditions import CONDITIONS, apply_recipe
-from loopscope.rows.documents import GridRecord, RecipeRecord
 from loopscope.scores import Evaluation
 
 # CE after loops 1..4 and the norm after loop 4 of each condition.
@@ -147,8 +148,10 @@ def write_grid(out: Path) -> None:
         for recipe in ("paper", "modern")
     }
     out.mkdir(parents=True, exist_ok=True)
-    grid = GridRecord(size="nano", commands=[], recipes=recipes, data={}, test_data=None, eval_tokens=None)
-    write_json(out / "grid.json", grid.to_json())
+    grid = GridRecord(
+        size="nano", commands=[], recipes=recipes, data={}, test_data=None, eval_tokens=None, **provenance()
+    )
+    write_record(out / "grid.json", grid)
 
 
 def write_made_up_grid(out: Path) -> Path:

@@ -11,9 +11,9 @@ import pytest
 from made_up import LOOPS, STEPS, write_made_up_grid, write_row
 from samples import sample_halting
 
-from loopscope.files import Part
 from loopscope.readings import CalibratedHalting
-from loopscope.rows.documents import ClaimsRecord, Judgement
+from loopscope.results.record import decode, text_of
+from loopscope.results.reproduction import ClaimsRecord, Judgement
 from loopscope.studies.claims import CLAIMS, FAILS, HOLDS, NOT_MEASURED, TOO_EARLY, UNGUARDED, judge_all
 from loopscope.studies.evidence import Bound, Quantity, bootstrap, symlog, unsymlog
 from loopscope.studies.results import read_results
@@ -187,7 +187,7 @@ def test_opposite_signs_of_the_clamp_do_not_cancel_between_seeds(grid):
     claim = judged(grid)["C8"]
     assert claim.verdict == FAILS
     signed = next(quantity for quantity in claim.quantities if quantity.signed)
-    assert [value for _, value in signed.seeds] == [0.03, -0.03, -0.004] and signed.headline
+    assert [each.value for each in signed.seeds] == [0.03, -0.03, -0.004] and signed.headline
 
 
 def test_claim_5_asks_a_floor_of_the_share_of_untrained_weights_alone(grid):
@@ -322,7 +322,7 @@ def test_rows_without_a_unigram_model_keep_their_verdict_and_say_so(grid):
 def test_seeds_are_paired_and_all_listed(grid):
     (grid / "rows" / "per-loop+raw-s101" / "row.json").unlink()
     ratio = judged(grid)["C1"].quantities[0]
-    assert [seed for seed, _ in ratio.seeds] == [42, 202]
+    assert [each.seed for each in ratio.seeds] == [42, 202]
     assert ratio.n == 2 and ratio.mean == pytest.approx(348 / 3.4)
     assert ratio.low <= ratio.mean <= ratio.high
 
@@ -377,8 +377,7 @@ def test_every_claim_says_what_the_paper_reports_and_where_from(grid):
         "0.42",
     ):
         assert quoted in values
-    written = json.loads(json.dumps(document.to_json(), allow_nan=False))
-    assert ClaimsRecord.from_json(Part(written)) == document, "what is written is read back"
+    assert decode(text_of(document).encode(), ClaimsRecord) == document, "what is written is read back"
 
 
 def test_the_bootstrap_is_seeded_and_covers_the_spread():

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
+
 from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_words, say
 from loopscope.cli.verb import Verb
@@ -15,8 +17,8 @@ from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigErr
 from loopscope.rows.conditions import CONDITIONS, GROUPS, Recipe, Size, choose_seeds, parse_conditions
 
 if TYPE_CHECKING:
+    from loopscope.results.reproduction import ClaimsRecord, Judgement
     from loopscope.rows.backends import Backend
-    from loopscope.rows.documents import ClaimsRecord, Judgement
     from loopscope.rows.grid import Request
     from loopscope.rows.ledger import RowStatus
     from loopscope.studies.results import Results
@@ -146,7 +148,7 @@ Figures 5 to 7 have commands of their own:
         )
 
     def _report(self, out: Path, rows: list[RowStatus], results: Results, claims: ClaimsRecord) -> int:
-        from loopscope.rows.documents import FAILS
+        from loopscope.results.reproduction import FAILS
         from loopscope.studies.tables import claims_table
 
         mine = [claim for claim in claims.claims if self.rebuild or claim.recipe == self.recipe]
@@ -158,7 +160,7 @@ Figures 5 to 7 have commands of their own:
                 out=str(out),
                 size=claims.size,
                 rows=[_row_json(row) for row in rows],
-                claims=[claim.to_json() for claim in claims.claims],
+                claims=msgspec.to_builtins(claims.claims),
                 failures=failures,
             )
             return exit_code

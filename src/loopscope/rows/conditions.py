@@ -12,7 +12,7 @@ from typing import Any, Literal
 from loopscope.config import PAPER_PENALTY, Config, changes_learning, config_to_dict
 from loopscope.errors import ConfigError, suggest
 from loopscope.presets import preset
-from loopscope.rows.documents import Difference
+from loopscope.results.reproduction import Difference
 
 PAPER_SEEDS = (42, 101, 202)
 PAPER_EPOCHS = 4

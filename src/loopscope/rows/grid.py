@@ -21,8 +21,11 @@ from typing import Any
 from loopscope.config import Config, config_from_dict, config_to_dict
 from loopscope.data.preparation import Prepared, evaluation_corpus, pack_split, prepare
 from loopscope.errors import ConfigError, RunError
-from loopscope.files import Problems, read_as, write_atomically, write_json
+from loopscope.files import write_atomically
+from loopscope.machine import provenance
 from loopscope.presets import preset
+from loopscope.results.record import load_record, write_record
+from loopscope.results.reproduction import GRID, GridRecord, RecipeRecord
 from loopscope.rows.conditions import (
     CONDITIONS,
     PAPER_EPOCHS,
@@ -31,7 +34,6 @@ from loopscope.rows.conditions import (
     apply_recipe,
     differences,
 )
-from loopscope.rows.documents import GridRecord, RecipeRecord
 from loopscope.rows.spec import Layout, RowSpec, Say, first_difference, in_steps, locked
 
 FLAGS = frozenset({"size", "steps", "data", "valid", "test_data", "eval_tokens"})
@@ -155,50 +157,56 @@ def record(grid: Grid, command: list[str]) -> None:
     )
     test_data = None if request.test_data is None else list(request.test_data)
     recipes = {str(request.recipe): recipe}
-    add_request(grid.out, GridRecord.here(request.size, command, recipes, grid.data, test_data, request.eval_tokens))
+    asked = GridRecord(
+        size=request.size,
+        commands=[command],
+        recipes=recipes,
+        data=grid.data,
+        test_data=test_data,
+        eval_tokens=request.eval_tokens,
+        **provenance(),
+    )
+    add_request(grid.out, asked)
 
 
 def add_request(out: Path, asked: GridRecord) -> None:
     """Write grid.json, or add a request to it; a folder holds one size and one configuration per recipe."""
-    path = out / "grid.json"
+    path = out / GRID
     with locked(out):
         before = read_grid(out) if path.exists() else None
         if before is not None:
             _check_same(out, before, asked)
             asked = _joined(before, asked)
-        write_json(path, asked.to_json())
+        write_record(path, asked)
 
 
 def read_grid(out: Path) -> GridRecord:
-    """grid.json, whole and with everything that the rest relies on."""
-    path, problems = out / "grid.json", Problems()
-    found = read_as(path, GridRecord.from_json, problems)
-    problem = problems.get(path.name, "").removesuffix(" and is left out")  # a file that is refused is not
-    if found is None or not found.size or not found.recipes:
-        problem = problem or "is damaged"
-    for name, part in found.recipes.items() if found else ():
-        try:
-            config_from_dict(part.config)
-        except ConfigError as error:
-            problem = problem or f"has a configuration under {name} that is none: {error}"
-        problem = problem or ("" if part.config and part.epochs is not None else f"is damaged under {name}")
-    if found is None or problem:
+    """grid.json, whole and with configurations that are some."""
+    path = out / GRID
+    try:
+        found = load_record(path, GridRecord)
+        for name, recipe in found.recipes.items():
+            try:
+                config_from_dict(recipe.config)
+            except ConfigError as error:
+                raise RunError(f"{path} has a configuration under {name} that is none: {error}") from None
+    except RunError as error:
         raise RunError(
-            f"{path} {problem}; move it away and run the command of this grid again: its rows stay as they are"
-        )
+            f"{error}; move it away and run the command of this grid again: its rows stay as they are"
+        ) from None
     return found
 
 
 def update_differences(out: Path, bf16: bool) -> None:
     """Add to grid.json what only a row can tell: whether it ran in bfloat16."""
-    path = out / "grid.json"
+    path = out / GRID
     with locked(out):
         known = read_grid(out)
         recipes = {}
         for name, part in known.recipes.items():
             found = differences(config_from_dict(part.config), known.size, epochs=part.epochs, bf16=bf16)
             recipes[name] = replace(part, differences=found)
-        write_json(path, replace(known, recipes=recipes).to_json())
+        write_record(path, replace(known, recipes=recipes))
 
 
 def _joined(before: GridRecord, asked: GridRecord) -> GridRecord:

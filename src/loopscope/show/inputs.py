@@ -11,7 +11,7 @@ from pathlib import Path
 
 from loopscope.errors import RunError
 from loopscope.readings import Run, read_run
-from loopscope.rows.documents import Reproduction, read_reproduction
+from loopscope.results.reproduction import Reproduction, read_reproduction
 
 RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "row.json")
 REPRODUCTION_FILES = ("grid.json", "claims.json")

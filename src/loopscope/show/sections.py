@@ -13,7 +13,7 @@ import yaml
 
 from loopscope.files import number, setting, words
 from loopscope.readings import Audit, Event, Push, Run, Variable, driven_by_training, free_to_grow
-from loopscope.rows.documents import FAILS, HOLDS, Judgement, Measured, Reproduction
+from loopscope.results.reproduction import FAILS, HOLDS, Judgement, Measured, Reproduction
 from loopscope.show.grouping import Group
 from loopscope.show.numbers import ABSENT, fold, percent, plain, signed
 from loopscope.show.series import each_run
@@ -239,7 +239,7 @@ def _quantity(quantity: Measured) -> str:
 
 
 def _seeds(quantity: Measured) -> str:
-    each = [f"{words(seed)}: {plain(value)}" for seed, value in quantity.seeds]
+    each = [f"{one.seed}: {plain(one.value)}" for one in quantity.seeds]
     return f"{quantity.name} ({quantity.unit}), by seed {'; '.join(each)}"
 
 

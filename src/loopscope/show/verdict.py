@@ -17,8 +17,8 @@ from loopscope.readings import (
     free_to_grow,
     hides_scale,
 )
+from loopscope.results.reproduction import TOO_EARLY, Reproduction
 from loopscope.results.thresholds import CLEAR, FURTHEST
-from loopscope.rows.documents import TOO_EARLY, Reproduction
 from loopscope.show.grouping import Group, group_runs
 from loopscope.show.numbers import brief, fold, signed
 from loopscope.show.sections import AuditView, ClaimTable, audit_views

@@ -7,8 +7,6 @@ the rows it was made from are gone.
 from __future__ import annotations
 
 import inspect
-import platform
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple, Self
 from loopscope.designs import Design
 from loopscope.errors import RunError
 from loopscope.files import Part, Problems, read_as, without_nan, write_json
-from loopscope.machine import git_state, versions
+from loopscope.machine import provenance
 from loopscope.readings import Audit, Run, Variable, read_run
 from loopscope.results.thresholds import FURTHEST
 from loopscope.rows.probe import Probe, read_probe
@@ -311,10 +309,7 @@ class AtlasRecord:
             commands=[command],
             designs=designs,
             entries=entries,
-            versions=versions(),
-            git=git_state(Path.cwd()),
-            system=f"{platform.system()} {platform.release()} {platform.machine()}",
-            started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **provenance(),
         )
 
     def settings(self) -> list[Setting]:

@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loopscope.rows.documents import FAILS, HOLDS, NOT_MEASURED, TOO_EARLY, ClaimsRecord, Judgement, PaperValue
+from loopscope.results.reproduction import (
+    FAILS,
+    HOLDS,
+    NOT_MEASURED,
+    TOO_EARLY,
+    ClaimsRecord,
+    Judgement,
+    PaperValue,
+    Verdict,
+)
 from loopscope.scores import SPLITS
 from loopscope.show.numbers import padded
 from loopscope.studies import evidence
@@ -59,7 +68,7 @@ class Claim:
             reason=reason,
         )
 
-    def _verdict(self, view: View, quantities: list[Quantity]) -> tuple[str, str]:
+    def _verdict(self, view: View, quantities: list[Quantity]) -> tuple[Verdict, str]:
         missing = [quantity.name for quantity in quantities if quantity.bound and not quantity.seeds]
         judged = [quantity for quantity in quantities if quantity.obeyed is not None]
         words = [quantity.in_words() for quantity in judged] + [f"not measured: {name}" for name in missing]

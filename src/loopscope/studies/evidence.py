@@ -27,8 +27,8 @@ from loopscope.readings import (
     radial_clamps,
     unigram_gain,
 )
+from loopscope.results.reproduction import Measured, OfSeed
 from loopscope.results.thresholds import CLEAR, LINEAR_BELOW
-from loopscope.rows.documents import Measured
 from loopscope.show.numbers import padded
 from loopscope.studies.results import View
 
@@ -103,7 +103,7 @@ class Quantity:
         return Measured(
             name=self.name,
             unit=self.unit,
-            seeds=list(self.seeds.items()),
+            seeds=[OfSeed(seed, float(value)) for seed, value in self.seeds.items()],
             n=len(self.seeds),
             mean=self.mean,
             low=low,

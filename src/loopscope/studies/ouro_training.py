@@ -16,9 +16,10 @@ from typing import Any, Literal
 from loopscope.config import Config, ObjectiveConfig, config_to_dict
 from loopscope.designs import design
 from loopscope.files import read_as, without_nan, write_json
+from loopscope.machine import provenance
 from loopscope.presets import preset
+from loopscope.results.reproduction import GridRecord, RecipeRecord
 from loopscope.rows.conditions import OURO_CONDITIONS, OURO_TRAIN, OuroSize
-from loopscope.rows.documents import GridRecord, RecipeRecord
 from loopscope.rows.grid import Request, add_request, lay_out
 from loopscope.rows.spec import Layout, RowSpec, Say
 from loopscope.show.numbers import plain
@@ -103,7 +104,15 @@ def laid_out(request: TrainingRequest, out: Path, command: list[str], say: Say) 
         seeds={name: list(each) for name, each in seeds.items()},
         differences=[],
     )
-    record = GridRecord.here(asked.size, command, {"paper": recipe}, grid.data, None, request.eval_tokens)
+    record = GridRecord(
+        size=asked.size,
+        commands=[command],
+        recipes={"paper": recipe},
+        data=grid.data,
+        test_data=None,
+        eval_tokens=request.eval_tokens,
+        **provenance(),
+    )
     add_request(out, record)
     training, length = grid.common.training, grid.common.sequence_length
     rows = [

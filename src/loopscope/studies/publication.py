@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from loopscope.errors import RunError
-from loopscope.files import write_atomically, write_json
+from loopscope.files import write_atomically
+from loopscope.results.record import write_record
+from loopscope.results.reproduction import CLAIMS, ClaimsRecord
 from loopscope.rows.conditions import OURO_TRAIN
-from loopscope.rows.documents import ClaimsRecord
 from loopscope.rows.grid import read_grid, update_differences
 from loopscope.studies.claims import judge_all
 from loopscope.studies.results import Results, read_results
@@ -29,7 +30,7 @@ def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, ClaimsRecor
     for note in results.notes:
         say(note)
     claims = judge_all(results)
-    write_json(out / "claims.json", claims.to_json())
+    write_record(out / CLAIMS, claims)
     (out / "tables").mkdir(exist_ok=True)
     for table in all_tables(results, claims):
         table.write(out / "tables")

@@ -13,8 +13,8 @@ from typing import get_args
 from loopscope.config import config_from_dict, config_to_dict
 from loopscope.errors import ConfigError, RunError
 from loopscope.readings import Measure, Run, read_run
+from loopscope.results.reproduction import GridRecord
 from loopscope.rows.conditions import CONDITIONS, Recipe
-from loopscope.rows.documents import GridRecord
 from loopscope.rows.grid import read_grid
 
 REPAIR = "delete it and run the command of this grid again, without --rebuild: only what is missing is done"

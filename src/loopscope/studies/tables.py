@@ -25,9 +25,7 @@ from loopscope.readings import (
     perplexity_at,
     radial_clamps,
 )
-from loopscope.results.thresholds import CHANCE
-from loopscope.rows.conditions import CONDITIONS, FACTORS, file_name
-from loopscope.rows.documents import (
+from loopscope.results.reproduction import (
     FAILS,
     HOLDS,
     NOT_MEASURED,
