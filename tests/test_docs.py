@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 from atlas_samples import sample_atlas
 from test_scaling import grid
@@ -146,7 +147,7 @@ def test_every_field_of_an_audit_is_documented(capsys):
 
 
 def test_every_field_of_an_atlas_and_of_a_law_is_documented():
-    law = scaling(grid(), starts=20, bootstraps=5).to_json()
+    law = msgspec.to_builtins(scaling(grid(), starts=20, bootstraps=5))
     for page, told in {"atlas.md": sample_atlas().to_json(), "scaling.md": law}.items():
         data = {"versions", "git", *DESIGNS, *law["points"][0]["name"].split()} | set(told.get("versions") or ())
         for key in keys(told) - data - {"numpy", "torch"}:

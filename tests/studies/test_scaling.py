@@ -15,19 +15,19 @@ from loopscope.config import Config, ModelConfig, TrainingConfig
 from loopscope.errors import DataError
 from loopscope.model.looped_lm import build
 from loopscope.readings import read_run
+from loopscope.results.record import text_of
+from loopscope.results.scaling import Fit, Point, interval
 from loopscope.studies import scaling as scaling_module
 from loopscope.studies.scaling import (
     HIGH_P,
     LOW_P,
     PHI,
-    Fit,
-    Point,
     check_identifiable,
     fit_law,
     fit_test_time,
     huber,
-    interval,
     predicted_log_loss,
+    predicted_losses,
     scaling,
 )
 from loopscope.studies.scaling_points import counted_by_the_laws, points_of
@@ -44,7 +44,7 @@ def grid(law: Fit = TRUE, *, noise: float = 0.0, seed: int = 0, widths=(64, 96, 
             layer = 12 * width**2
             for budget in tokens:
                 point = Point(f"w{width}-r{loops}", loops, 2 * layer, 8 // loops * layer, int(budget), 1.0)
-                loss = law.loss([point])[0] * math.exp(noise * rng.standard_normal())
+                loss = predicted_losses(law, [point])[0] * math.exp(noise * rng.standard_normal())
                 made.append(replace(point, loss=loss))
     return made
 
@@ -189,9 +189,7 @@ def test_without_depths_there_is_no_law_of_test_time():
 
 
 def test_the_result_is_strict_json_with_every_prediction():
-    found = scaling(grid(noise=1e-3), starts=50, bootstraps=10).to_json()
-    text = json.dumps(found, allow_nan=False)
-    points = json.loads(text)["points"]
+    points = json.loads(text_of(scaling(grid(noise=1e-3), starts=50, bootstraps=10)))["points"]
     assert all(point["predicted"] == pytest.approx(point["loss"], rel=0.02) for point in points)
 
 
@@ -251,7 +249,7 @@ def test_the_verb_reads_runs_fits_prints_and_writes(tmp_path, capsys):
                 name = f"w{width}-r{loops}-s{steps}"
                 asked = {"width": width, "loops": loops, "steps": steps}
                 (point,), _ = points_of(read(write_run(tmp_path / "first" / name, **asked)))
-                write_run(tmp_path / "runs" / name, **asked, loss=TRUE.loss([point])[0])
+                write_run(tmp_path / "runs" / name, **asked, loss=predicted_losses(TRUE, [point])[0])
     command = ["scaling", str(tmp_path / "runs"), "--out", str(tmp_path / "law"), "--starts", "200"]
     assert main([*command, "--bootstraps", "20"]) == 0
     told = capsys.readouterr().out

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+import msgspec
 import tyro
 from tyro.conf import Positional
 
@@ -16,7 +17,7 @@ from loopscope.errors import EXIT_OK, ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from loopscope.studies.scaling import Scaling as Found
+    from loopscope.results.scaling import ScalingRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ examples:
         from loopscope.show.inputs import read_inputs
 
         runs = read_inputs(self.runs).runs
-        from loopscope.files import write_json
+        from loopscope.results.record import write_record
         from loopscope.studies.scaling import check_identifiable, scaling
         from loopscope.studies.scaling_points import points_of
 
@@ -80,10 +81,10 @@ examples:
         say(f"fitting {len(points)} runs from {self.starts} starts, {self.bootstraps} bootstraps")
         found = scaling(points, law=self.law, starts=self.starts, bootstraps=self.bootstraps, seed=self.seed)
         self.out.mkdir(parents=True, exist_ok=True)
-        write_json(self.out / "scaling.json", {"schema_version": 1, **found.to_json()})
+        write_record(self.out / "scaling.json", found)
         self._draw(found)
         if self.json:
-            print_json(**found.to_json())
+            print_json(**msgspec.to_builtins(found))
             return EXIT_OK
         print_tables(_fits_table(found), *([_worth_table(found)] if found.is_told else []))
         print_words(found.summary)
@@ -96,7 +97,7 @@ examples:
         print_text(f"scaling.json and the figure: {self.out}")
         return EXIT_OK
 
-    def _draw(self, found: Found) -> None:
+    def _draw(self, found: ScalingRecord) -> None:
         try:
             from loopscope.studies.scaling_figure import draw
         except ImportError as error:
@@ -105,7 +106,7 @@ examples:
         draw(found, self.out)
 
 
-def _fits_table(found: Found) -> Table:
+def _fits_table(found: ScalingRecord) -> Table:
     from rich.table import Table
 
     table = Table("φ", title="L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β", title_justify="left")
@@ -118,10 +119,10 @@ def _fits_table(found: Found) -> Table:
     return table
 
 
-def _worth_table(found: Found) -> Table:
+def _worth_table(found: ScalingRecord) -> Table:
     from rich.table import Table
 
-    from loopscope.studies.scaling import interval
+    from loopscope.results.scaling import interval
 
     table = Table("loop r", title="what the r-th loop is worth, in recurrent parameters", title_justify="left")
     for name in ("r^φ − (r−1)^φ", "95 % interval"):

@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import DataError
+from loopscope.results.scaling import MOST_AT_BOUND, WIDE, Fit, Law, Point, ScalingRecord, TestTime, Worth
 
-Law = Literal["iso-depth", "parcae"]
 Array = NDArray[np.float64]
 
 NAMES = ("a", "b", "e", "alpha", "beta", "phi")
@@ -47,40 +46,6 @@ ITERATIONS = 400
 INTERVAL = (0.025, 0.975)
 FEWEST_POINTS, FEWEST_BUDGETS = 8, 3
 """Six parameters; E, B and β need losses at three budgets."""
-WIDE = 1.0
-"""An interval of φ from this width on reaches from a loop that is worth nothing to one that is worth a full one."""
-
-MOST_AT_BOUND = 0.05
-"""Share of bootstraps whose φ may run into its bounds: beyond, the bounds make the interval and not the runs."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """The loss of one run."""
-
-    name: str
-    loops: int
-    once: int
-    """Non-embedding parameters outside the loop."""
-    recurrent: int
-    """Parameters of the loop, its injection included."""
-    tokens: int
-    loss: float
-    """Nats per token on validation text at the trained depth."""
-    depths: tuple[tuple[int, float], ...] = ()
-    """Loss by loops at test time."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """What tells one size from another."""
-        return self.once, self.recurrent
-
-    @property
-    def cell(self) -> tuple[int, int]:
-        """Budget and loops: what is drawn in a bootstrap."""
-        return self.tokens, self.loops
-
-
 # --- what the runs can tell ------------------------------------------------------------------------------------------
 
 
@@ -219,33 +184,11 @@ def random_starts(count: int, seed: int, phi: float | None = None) -> Array:
 # --- fits ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """A law with its numbers."""
-
-    E: float
-    A: float
-    B: float
-    alpha: float
-    beta: float
-    phi: float
-    is_phi_fixed: bool
-    objective: float
-    """Sum of the Huber loss over all points."""
-    error: float
-    """Mean |L̂ − L|/L over all points."""
-    held_out_error: float | None = None
-    """The same where every cell is predicted by a law that was fitted without it."""
-
-    @property
-    def theta_P(self) -> Array:
-        """As the fit has it."""
-        logs = [math.log(max(value, 1e-300)) for value in (self.A, self.B, self.E)]
-        return np.array([*logs, self.alpha, self.beta, self.phi])
-
-    def loss(self, points: Sequence[Point]) -> list[float]:
-        """L̂ of runs."""
-        return np.exp(predicted_log_loss(self.theta_P[None], _Data.of(points))[0][0]).tolist()
+def predicted_losses(fit: Fit, points: Sequence[Point]) -> list[float]:
+    """L̂ of runs."""
+    logs = [math.log(max(value, 1e-300)) for value in (fit.A, fit.B, fit.E)]
+    theta_P = np.array([*logs, fit.alpha, fit.beta, fit.phi])
+    return np.exp(predicted_log_loss(theta_P[None], _Data.of(points))[0][0]).tolist()
 
 
 def fit_law(
@@ -315,22 +258,6 @@ def _cells(points: Sequence[Point]) -> tuple[list[tuple[int, int]], NDArray[np.i
 # --- test time -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class TestTime:
-    """L(T) = L_∞ + Z·exp(−z·T/μ): Z and z of all runs together, L_∞ of every run its own."""
-
-    __test__ = False  # no test, whatever pytest thinks of its name
-
-    z: float
-    z_low: float
-    z_high: float
-    """95 % interval over runs."""
-    Z: float
-    runs: int
-    error: float
-    """Mean |L̂ − L|/L."""
-
-
 def fit_test_time(points: Sequence[Point], *, draws: int = BOOTSTRAPS, seed: int = 0) -> TestTime | None:
     """None where no run was measured at three depths or more.
 
@@ -367,82 +294,6 @@ def fit_test_time(points: Sequence[Point], *, draws: int = BOOTSTRAPS, seed: int
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Worth:
-    """What the r-th loop is worth, in recurrent parameters: r^φ − (r−1)^φ."""
-
-    loop: int
-    worth: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaling:
-    """What runs say about loops."""
-
-    law: Law
-    points: list[Point]
-    fit: Fit
-    """φ free under the iso-depth law; 1 under Parcae's."""
-    beside: list[Fit]
-    """φ = 0 and φ = 1."""
-    phi_low: float | None
-    phi_high: float | None
-    """95 % interval over cells."""
-    cells: int
-    starts: int
-    bootstraps: int
-    at_bound: float
-    """Share of bootstraps whose φ ran into its bounds."""
-    worth: list[Worth]
-    test_time: TestTime | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def is_told(self) -> bool:
-        """Whether the interval of φ says anything: it is not wide, and no bound holds it."""
-        if self.phi_low is None or self.phi_high is None:
-            return False
-        return self.phi_high - self.phi_low < WIDE and self.at_bound <= MOST_AT_BOUND
-
-    @property
-    def told_phi(self) -> str:
-        """φ with its interval, where it has one."""
-        phi = f"{self.fit.phi:.2f}"
-        if self.phi_low is None or self.phi_high is None:
-            return phi
-        return f"{phi} {interval(self.phi_low, self.phi_high)}"
-
-    @property
-    def summary(self) -> str:
-        """The law in words, its interval said plainly."""
-        if self.phi_low is None:
-            says = f"With parameters counted unrolled the law misses the losses by {self.fit.error:.2%}"
-        else:
-            says = f"φ = {self.told_phi}, over {self.cells} cells of {len(self.points)} runs"
-        if self.fit.held_out_error is not None:
-            says += f"; cells left out are missed by {self.fit.held_out_error:.2%}"
-        says += "".join(f", with φ = {each.phi:g} by {each.held_out_error or 0:.2%}" for each in self.beside)
-        return " ".join([f"{says}.", *self.notes])
-
-    def to_json(self) -> dict[str, Any]:
-        """As scaling.json keeps it and `--json` prints it."""
-        losses = self.fit.loss(self.points)
-        points = [{**asdict(p), "predicted": loss} for p, loss in zip(self.points, losses, strict=True)]
-        return {
-            **{name: getattr(self, name) for name in ("law", "phi_low", "phi_high", "cells", "starts", "bootstraps")},
-            "at_bound": self.at_bound,
-            "fit": asdict(self.fit),
-            "beside": [asdict(each) for each in self.beside],
-            "worth": [asdict(each) for each in self.worth],
-            "test_time": None if self.test_time is None else asdict(self.test_time),
-            "points": points,
-            "notes": self.notes,
-            "summary": self.summary,
-        }
-
-
 def scaling(
     points: Sequence[Point],
     *,
@@ -450,50 +301,52 @@ def scaling(
     starts: int = STARTS,
     bootstraps: int = BOOTSTRAPS,
     seed: int = 0,
-) -> Scaling:
+) -> ScalingRecord:
     """Fit a law to runs; what they cannot identify is refused with what is missing."""
     check_identifiable(points, law)
     fits = []
-    for phi in (None, 0.0, 1.0):
-        if law == "parcae" and phi is None:
-            continue
+    for phi in (None, 0.0, 1.0) if law == "iso-depth" else (1.0, 0.0):
         fit, kept = fit_law(points, phi=phi, starts=starts, seed=seed)
         fixed = () if phi is None else (PHI,)
         fits.append((replace(fit, held_out_error=held_out_error(points, kept, fixed)), kept))
-    if law == "parcae":
-        (none, _), (fit, _) = fits
-        return Scaling(
-            law=law,
-            points=list(points),
-            fit=fit,
-            beside=[none],
-            phi_low=None,
-            phi_high=None,
-            cells=len({p.cell for p in points}),
-            starts=starts,
-            bootstraps=bootstraps,
-            at_bound=0.0,
-            worth=[],
-            test_time=fit_test_time(points, draws=bootstraps, seed=seed),
-        )
-    fit, kept = fits[0]
-    phi_W = bootstrapped(points, kept, draws=bootstraps, seed=seed)[:, PHI]
-    low, high = (float(value) for value in np.quantile(phi_W, INTERVAL))
-    at_bound = float(np.mean((phi_W <= LOW_P[PHI] + 1e-6) | (phi_W >= HIGH_P[PHI] - 1e-6)))
-    return Scaling(
+    (fit, kept), beside = fits[0], [each for each, _ in fits[1:]]
+    low = high = None
+    at_bound, worth, notes = 0.0, [], []
+    if law == "iso-depth":
+        phi_W = bootstrapped(points, kept, draws=bootstraps, seed=seed)[:, PHI]
+        low, high = (float(value) for value in np.quantile(phi_W, INTERVAL))
+        at_bound = float(np.mean((phi_W <= LOW_P[PHI] + 1e-6) | (phi_W >= HIGH_P[PHI] - 1e-6)))
+        worth = _worth(fit.phi, phi_W, max(p.loops for p in points))
+        notes = [*_notes(low, high, at_bound), *_bounds_reached(fit)]
+    losses = predicted_losses(fit, points)
+    made = ScalingRecord(
         law=law,
-        points=list(points),
-        fit=fit,
-        beside=[each for each, _ in fits[1:]],
         phi_low=low,
         phi_high=high,
         cells=len({p.cell for p in points}),
         starts=starts,
         bootstraps=bootstraps,
         at_bound=at_bound,
-        worth=_worth(fit.phi, phi_W, max(p.loops for p in points)),
-        notes=[*_notes(low, high, at_bound), *_bounds_reached(fit)],
+        fit=fit,
+        beside=beside,
+        worth=worth,
+        test_time=fit_test_time(points, draws=bootstraps, seed=seed) if law == "parcae" else None,
+        points=[replace(p, predicted=loss) for p, loss in zip(points, losses, strict=True)],
+        notes=notes,
+        summary="",
     )
+    return replace(made, summary=_in_words(made))
+
+
+def _in_words(found: ScalingRecord) -> str:
+    if found.phi_low is None:
+        says = f"With parameters counted unrolled the law misses the losses by {found.fit.error:.2%}"
+    else:
+        says = f"φ = {found.told_phi}, over {found.cells} cells of {len(found.points)} runs"
+    if found.fit.held_out_error is not None:
+        says += f"; cells left out are missed by {found.fit.held_out_error:.2%}"
+    says += "".join(f", with φ = {each.phi:g} by {each.held_out_error or 0:.2%}" for each in found.beside)
+    return " ".join([f"{says}.", *found.notes])
 
 
 def _worth(phi: float, phi_W: Array, most: int) -> list[Worth]:
@@ -534,8 +387,3 @@ def _bounds_reached(fit: Fit) -> list[str]:
         if not low + 1e-6 < value < high - 1e-6
     ]
     return [f"Held by the bounds of the fit and not by the runs: {', '.join(held)}."] if held else []
-
-
-def interval(low: float, high: float) -> str:
-    """[0.41, 0.53]; what rounds to nothing has no sign."""
-    return f"[{round(low, 2) + 0.0:.2f}, {round(high, 2) + 0.0:.2f}]"

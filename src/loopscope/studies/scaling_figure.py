@@ -7,26 +7,25 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from loopscope.results.scaling import ScalingRecord
 from loopscope.studies.figures import SETTINGS, new_figure, save
-from loopscope.studies.scaling import Scaling
 
 COLOURS = ("#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9")
 MARKERS = "osD^vP"
 
 
-def draw(found: Scaling, folder: Path) -> list[Path]:
+def draw(found: ScalingRecord, folder: Path) -> list[Path]:
     """scaling.svg and scaling.pdf; the same numbers give the same bytes."""
     with mpl.rc_context(SETTINGS):
         figure = _figure(found)
     return list(save(figure, folder / "scaling"))
 
 
-def _figure(found: Scaling) -> Figure:
+def _figure(found: ScalingRecord) -> Figure:
     figure, (fits, right) = new_figure(2, width=10.0)
-    predicted = found.fit.loss(found.points)
     loops = sorted({p.loops for p in found.points})
     for place, r in enumerate(loops):
-        pairs = [(p.loss, loss) for p, loss in zip(found.points, predicted, strict=True) if p.loops == r]
+        pairs = [(p.loss, p.predicted) for p in found.points if p.loops == r and p.predicted is not None]
         colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
         label = f"{r} loop{'' if r == 1 else 's'}"
         measured, expected = ([pair[side] for pair in pairs] for side in (0, 1))

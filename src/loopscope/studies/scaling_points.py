@@ -9,7 +9,6 @@ from loopscope.errors import ConfigError, DataError
 from loopscope.model.attention import ValueEmbedding
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.readings import Run
-from loopscope.studies.scaling import Point
 from loopscope.training.counting import PARTS, parameters_by_part
 
 EMBEDDING = ("embedding", "positions", "head")
