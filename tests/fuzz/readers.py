@@ -52,9 +52,9 @@ from loopscope.show.atlas import render
 from loopscope.show.page import build_report
 from loopscope.studies.atlas_properties import atlas_tables
 from loopscope.studies.atlas_record import collect
-from loopscope.studies.claims import judge_all
 from loopscope.studies.ouro_record import OuroRecord
 from loopscope.studies.ouro_tables import ouro_tables
+from loopscope.studies.paper_claims import judge_all
 from loopscope.studies.results import read_results
 from loopscope.studies.tables import all_tables, depths_csv
 from loopscope.targets import open_target

@@ -13,9 +13,9 @@ from samples import sample_halting
 
 from loopscope.readings import CalibratedHalting
 from loopscope.results.record import decode, text_of
-from loopscope.results.reproduction import ClaimsRecord, Judgement
-from loopscope.studies.claims import CLAIMS, FAILS, HOLDS, NOT_MEASURED, TOO_EARLY, UNGUARDED, judge_all
-from loopscope.studies.evidence import Bound, Quantity, bootstrap, symlog, unsymlog
+from loopscope.results.reproduction import FAILS, HOLDS, NOT_MEASURED, TOO_EARLY, ClaimsRecord, Judgement
+from loopscope.studies.claims import UNGUARDED, Bound, Quantity, bootstrap
+from loopscope.studies.paper_claims import CLAIMS, judge_all, symlog, unsymlog
 from loopscope.studies.results import read_results
 from loopscope.studies.tables import claims_table
 

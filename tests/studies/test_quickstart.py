@@ -17,7 +17,7 @@ from loopscope.results.thresholds import CLEAR
 from loopscope.rows.conditions import CONDITIONS, CORE
 from loopscope.runs import RunFolder
 from loopscope.show.verdict import verdict_on
-from loopscope.studies.claims import judge_all
+from loopscope.studies.paper_claims import judge_all
 from loopscope.studies.quickstart import conclusion, corners, make_request
 from loopscope.studies.results import read_results
 

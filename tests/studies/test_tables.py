@@ -19,7 +19,7 @@ from loopscope.readings import read_run
 from loopscope.runs import RunFolder
 from loopscope.show.table import Table
 from loopscope.show.verdict import verdict_on
-from loopscope.studies.claims import judge_all
+from loopscope.studies.paper_claims import judge_all
 from loopscope.studies.publication import publish
 from loopscope.studies.results import read_results
 from loopscope.studies.tables import all_tables, depths_csv

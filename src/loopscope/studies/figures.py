@@ -22,8 +22,8 @@ from loopscope.files import file_written_whole
 from loopscope.readings import AuditedLoop, Gate, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
 from loopscope.results.thresholds import SATURATED_LOGIT
 from loopscope.rows.conditions import CONDITIONS
-from loopscope.studies.evidence import ROLLOUT, symlog, unsymlog
 from loopscope.studies.ouro_record import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord
+from loopscope.studies.paper_claims import ROLLOUT, symlog, unsymlog
 from loopscope.studies.results import Results, View, mean
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.

@@ -12,7 +12,7 @@ from loopscope.results.record import write_record
 from loopscope.results.reproduction import CLAIMS, ClaimsRecord
 from loopscope.rows.conditions import OURO_TRAIN
 from loopscope.rows.grid import read_grid, update_differences
-from loopscope.studies.claims import judge_all
+from loopscope.studies.paper_claims import judge_all
 from loopscope.studies.results import Results, read_results
 from loopscope.studies.tables import all_tables, depths_csv
 

@@ -35,9 +35,11 @@ from loopscope.results.reproduction import (
     Judgement,
     Measured,
 )
+from loopscope.results.thresholds import CHANCE
+from loopscope.rows.conditions import CONDITIONS, FACTORS, file_name
 from loopscope.show.numbers import ABSENT, mean_deviation, padded, signed_mean_deviation
 from loopscope.show.table import Column, Table, columns
-from loopscope.studies.evidence import INVARIANT, is_adaptive, saved_interval
+from loopscope.studies.paper_claims import INVARIANT, is_adaptive, saved_interval
 from loopscope.studies.results import Results, View
 
 QUANTILES = ("p5", "p25", "median", "p75", "p95", "largest")
