@@ -17,6 +17,7 @@ from loopscope.cli import main
 from loopscope.config import config_to_dict
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import read_as
+from loopscope.rows.conditions import CONDITIONS
 from loopscope.studies import ouro
 from loopscope.studies.ouro import check_ouro, measure_gate, measure_states, readouts_of, without_readout_norm
 from loopscope.studies.ouro_record import AS_IT_IS, FROZEN, REMOVED, Asked, OuroRecord
@@ -275,11 +276,11 @@ def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, monkeypatch, c
 def test_the_rows_differ_in_loss_and_readout_alone_and_keep_the_norm_inside_the_loop(size):
     common = TrainingRequest(size=size, conditions=(), seeds=(42,)).base()
     assert common.model.norm_placement == "sandwich" and common.model.positions == "rope"
-    with_norm, without = (under(common, name) for name in ("per-loop+rmsnorm", "per-loop+raw"))
+    with_norm, without = (under(CONDITIONS[name], common) for name in ("per-loop+rmsnorm", "per-loop+raw"))
     assert with_norm.model.inter_loop_norm == without.model.inter_loop_norm == "rmsnorm"
     changed = {"readout": "raw", "share_readout_norm": False}
     assert without == replace(with_norm, model=replace(with_norm.model, **changed))
-    terminal = under(common, "terminal+rmsnorm")
+    terminal = under(CONDITIONS["terminal+rmsnorm"], common)
     ours, theirs = config_to_dict(terminal), config_to_dict(with_norm)
     assert ours.pop("objective")["placement"] == "terminal" and theirs.pop("objective")["placement"] == "per-loop"
     assert ours == theirs, "the same batches of the same text"
@@ -288,7 +289,7 @@ def test_the_rows_differ_in_loss_and_readout_alone_and_keep_the_norm_inside_the_
 def test_both_have_as_many_parameters():
     common = TrainingRequest(size="demo", conditions=(), seeds=(42,)).base()
     sizes = {
-        sum(parameter.numel() for parameter in ls.build(under(common, name).model).parameters())
+        sum(parameter.numel() for parameter in ls.build(under(CONDITIONS[name], common).model).parameters())
         for name in ("per-loop+rmsnorm", "per-loop+raw", "terminal+rmsnorm", "terminal+raw")
     }
     assert len(sizes) == 1

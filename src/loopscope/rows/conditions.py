@@ -64,12 +64,7 @@ EXTENSIONS = (
 )
 CONDITIONS = {condition.name: condition for condition in (*CORE, *EXTENSIONS)}
 GROUPS = {"2x2": tuple(condition.name for condition in CORE), "all": tuple(CONDITIONS)}
-OURO_CONDITIONS: dict[str, tuple[Literal["terminal", "per-loop"], Literal["rmsnorm", "raw"]]] = {
-    "terminal+rmsnorm": ("terminal", "rmsnorm"),
-    "terminal+raw": ("terminal", "raw"),
-    "per-loop+rmsnorm": ("per-loop", "rmsnorm"),
-    "per-loop+raw": ("per-loop", "raw"),
-}
+OURO_CONDITIONS = GROUPS["2x2"]
 """Of Ouro's design: loss placement, and what stands before the head; the inter-loop norm is in all of them."""
 OURO_TRAIN = "ouro-train"
 """The first word of the size that grid.json of those rows names."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from loopscope.rows.conditions import (
     CONDITIONS,
     PAPER_EPOCHS,
     PAPER_SIZES,
+    Condition,
     Recipe,
     apply_recipe,
     differences,
@@ -40,6 +41,9 @@ FLAGS = frozenset({"size", "steps", "data", "valid", "test_data", "eval_tokens"}
 """Fields that `loopscope reproduce` has a flag for."""
 
 OTHER_OUT = "choose another --out"
+
+Under = Callable[[Condition, Config], Config]
+"""What a condition makes of the configuration that all rows share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,7 @@ class Grid:
     epochs: float
     data: dict[str, Any]
     """What a manifest keeps of the data."""
+    under: Under
 
     def rows(self) -> list[RowSpec]:
         """All rows; the first seed of every condition comes before the second of any."""
@@ -86,7 +91,7 @@ class Grid:
         return [self._row(*pair) for turn in turns for pair in turn if pair is not None]
 
     def _row(self, name: str, seed: int) -> RowSpec:
-        config = CONDITIONS[name].apply(self.common)
+        config = self.under(CONDITIONS[name], self.common)
         return RowSpec(
             condition=name,
             recipe=self.request.recipe,
@@ -100,10 +105,10 @@ class Grid:
         )
 
 
-def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -> Grid:
+def lay_out(request: Request, out: Path, say: Say, base: Config | None = None, under: Under = Condition.apply) -> Grid:
     """Open the text, fit the tokenizer once, and settle the configuration that all rows share.
 
-    Another configuration than the size's comes in as `base`.
+    Another configuration than the size's comes in as `base`, what a condition makes of it as `under`.
     """
     base = base or request.base()
     with locked(out):
@@ -117,7 +122,7 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None) -
         steps = round(PAPER_EPOCHS * windows / base.training.batch) if in_epochs else base.training.steps
     common = apply_recipe(replace(base, training=in_steps(base.training, max(1, steps))), request.recipe)
     epochs = common.training.steps * common.training.batch / windows
-    return Grid(out=out, request=request, common=common, epochs=epochs, data=data)
+    return Grid(out=out, request=request, common=common, epochs=epochs, data=data, under=under)
 
 
 def _test_text(request: Request, base: Config, prepared: Prepared, say: Say) -> dict[str, str]:
@@ -153,7 +158,7 @@ def record(grid: Grid, command: list[str]) -> None:
         config=config_to_dict(grid.common),
         epochs=grid.epochs,
         seeds={name: list(request.seeds[name]) for name in CONDITIONS if name in request.seeds},
-        differences=differences(grid.common, request.size, epochs=grid.epochs),
+        differences=differences(grid.common, request.size, epochs=grid.epochs) if grid.under is Condition.apply else [],
     )
     test_data = None if request.test_data is None else list(request.test_data)
     recipes = {str(request.recipe): recipe}

@@ -13,14 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from loopscope.config import Config, ObjectiveConfig, config_to_dict
+from loopscope.config import Config, ObjectiveConfig
 from loopscope.designs import design
 from loopscope.files import read_as, without_nan, write_json
-from loopscope.machine import provenance
 from loopscope.presets import preset
-from loopscope.results.reproduction import GridRecord, RecipeRecord
-from loopscope.rows.conditions import OURO_CONDITIONS, OURO_TRAIN, OuroSize
-from loopscope.rows.grid import Request, add_request, lay_out
+from loopscope.rows.conditions import CONDITIONS, OURO_TRAIN, Condition, OuroSize
+from loopscope.rows.grid import Request, lay_out, record
 from loopscope.rows.spec import Layout, RowSpec, Say
 from loopscope.show.numbers import plain
 from loopscope.show.table import Column, Table, columns
@@ -84,51 +82,30 @@ def fineweb(tokens: int) -> tuple[str]:
     return (f"{FINEWEB}:{math.ceil(tokens / TOKENS_PER_DOCUMENT * 256 / 230)}",)
 
 
-def under(common: Config, condition: str) -> Config:
+def under(condition: Condition, common: Config) -> Config:
     """The common configuration with the loss and the readout of a condition; the inter-loop norm stays as it is."""
-    placement, readout = OURO_CONDITIONS[condition]
     model = common.design("a condition")
-    if readout == "raw":
+    if condition.readout == "raw":
         model = replace(model, readout="raw", share_readout_norm=False)
-    return replace(common, model=model, objective=replace(common.objective, placement=placement))
+    return replace(common, model=model, objective=replace(common.objective, placement=condition.placement))
 
 
 def laid_out(request: TrainingRequest, out: Path, command: list[str], say: Say) -> Layout:
     """The rows, their text opened and their tokenizer fitted, noted in grid.json."""
-    base, seeds = request.base(), {name: tuple(request.seeds) for name in request.conditions}
-    asked = Request(size=f"{OURO_TRAIN} {request.size}", seeds=seeds, steps=base.training.steps)
-    grid = lay_out(replace(asked, eval_tokens=request.eval_tokens), out, say, base=base)
-    recipe = RecipeRecord(
-        config=config_to_dict(grid.common),
-        epochs=grid.epochs,
-        seeds={name: list(each) for name, each in seeds.items()},
-        differences=[],
-    )
-    record = GridRecord(
-        size=asked.size,
-        commands=[command],
-        recipes={"paper": recipe},
-        data=grid.data,
-        test_data=None,
+    base = request.base()
+    asked = Request(
+        size=f"{OURO_TRAIN} {request.size}",
+        seeds={name: tuple(request.seeds) for name in request.conditions},
+        steps=base.training.steps,
         eval_tokens=request.eval_tokens,
-        **provenance(),
+        audit=False,
+        halting=False,
     )
-    add_request(out, record)
-    training, length = grid.common.training, grid.common.sequence_length
-    rows = [
-        RowSpec(
-            condition=name,
-            recipe="paper",
-            seed=seed,
-            config=under(replace(grid.common, training=replace(training, seed=seed)), name),
-            eval_tokens=request.eval_tokens,
-            audit=False,
-        )
-        for seed in request.seeds
-        for name in request.conditions
-    ]
-    tokens = training.steps * training.batch * length
-    return Layout(out, rows, f"{training.steps} steps ({tokens:,} tokens, {grid.epochs:.2g} epochs)")
+    grid = lay_out(asked, out, say, base, under)
+    record(grid, command)
+    training = grid.common.training
+    tokens = training.steps * training.batch * grid.common.sequence_length
+    return Layout(out, grid.rows(), f"{training.steps} steps ({tokens:,} tokens, {grid.epochs:.2g} epochs)")
 
 
 # --- what became of the rows -----------------------------------------------------------------------------------------
@@ -171,7 +148,7 @@ def trained_row(spec: RowSpec, record: OuroRecord) -> Trained:
     """A row and the checks of it."""
     training, last, depths = spec.config.training, record.last, record.depths
     num_loops = spec.config.model.num_loops
-    own = AS_IT_IS if OURO_CONDITIONS[spec.condition][1] == "rmsnorm" else REMOVED
+    own = AS_IT_IS if CONDITIONS[spec.condition].readout == "rmsnorm" else REMOVED
     first, full = (None, None) if depths is None else (depths.at(1), depths.at(num_loops))
     ce = None if full is None else full.ce
     return Trained(
