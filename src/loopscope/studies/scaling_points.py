@@ -9,6 +9,7 @@ from loopscope.errors import ConfigError, DataError
 from loopscope.model.attention import ValueEmbedding
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.readings import Run
+from loopscope.results.scaling import Point
 from loopscope.training.counting import PARTS, parameters_by_part
 
 EMBEDDING = ("embedding", "positions", "head")
