@@ -56,36 +56,51 @@ def test_the_version_is_printed_with_its_commit_and_without_torch():
     assert loaded == "False"
 
 
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("eval nowhere", "nowhere is not a run folder"),
-        ("eval preset:nano --data nowhere.txt", "no such file: nowhere.txt"),
-        ("audit nowhere.yaml", "cannot read the configuration nowhere.yaml"),
-        ("audit preset:nan", "did you mean 'nano'?"),
-        ("remedy .", ". is neither a checkpoint nor a run folder with checkpoints"),
-        ("train --data nowhere/*.txt", "no file matches nowhere/*.txt"),
-        ("train --init-from nowhere", "nowhere is not a run folder"),
-        ("train --tokenizer nowhere.json", "tokenizer = 'nowhere.json': no such file; name a tokenizer.json"),
-        (
-            "eval preset:nano --policies margin:1,nowhere.json",
-            "policies = 'nowhere.json': no such file; `loopscope cal",
-        ),
-        (
-            "generate preset:nano A --halting nowhere.json",
-            "halting = 'nowhere.json': no such file; `loopscope calibrate",
-        ),
-        ("calibrate preset:nano --tokenizer bytez", "tokenizer = 'bytez': did you mean 'bytes'?"),
-        ("atlas --data nowhere.txt", "no such file: nowhere.txt"),
-        ("scaling nowhere", "nowhere"),
-    ],
-)
-def test_a_wrong_name_is_told_without_importing_torch(command, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    script = "import sys; from loopscope.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", script, *command.split()], capture_output=True, text=True)
-    assert result.stdout.split()[-2:] == ["2", "False"]
-    assert sentence in result.stderr
+WRONG_NAMES = [
+    ("eval nowhere", "nowhere is not a run folder"),
+    ("eval preset:nano --data nowhere.txt", "no such file: nowhere.txt"),
+    ("audit nowhere.yaml", "cannot read the configuration nowhere.yaml"),
+    ("audit preset:nan", "did you mean 'nano'?"),
+    ("remedy .", ". is neither a checkpoint nor a run folder with checkpoints"),
+    ("train --data nowhere/*.txt", "no file matches nowhere/*.txt"),
+    ("train --init-from nowhere", "nowhere is not a run folder"),
+    ("train --tokenizer nowhere.json", "tokenizer = 'nowhere.json': no such file; name a tokenizer.json"),
+    (
+        "eval preset:nano --policies margin:1,nowhere.json",
+        "policies = 'nowhere.json': no such file; `loopscope cal",
+    ),
+    (
+        "generate preset:nano A --halting nowhere.json",
+        "halting = 'nowhere.json': no such file; `loopscope calibrate",
+    ),
+    ("calibrate preset:nano --tokenizer bytez", "tokenizer = 'bytez': did you mean 'bytes'?"),
+    ("atlas --data nowhere.txt", "no such file: nowhere.txt"),
+    ("scaling nowhere", "nowhere"),
+]
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory) -> dict[str, tuple[int, str, bool]]:
+    """What each of these commands ends with, says, and whether torch is there then: all in one process."""
+    script = """
+import contextlib, io, json, sys
+from loopscope.cli import main
+told = {}
+for command in sys.argv[1:]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(command.split())
+    told[command] = code, said.getvalue(), "torch" in sys.modules
+print(json.dumps(told))
+"""
+    command = [sys.executable, "-c", script, *(command for command, _ in WRONG_NAMES)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path_factory.mktemp("nowhere"), check=True)
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize(("command", "sentence"), WRONG_NAMES)
+def test_a_wrong_name_is_told_without_importing_torch(command, sentence, without_torch):
+    code, said, has_torch = without_torch[command]
+    assert code == 2 and sentence in said and not has_torch
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -50,7 +50,8 @@ def test_the_readme_shows_commands_of_every_verb():
 @pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if blocks(text, "python")])
 def test_documented_python_runs(page, capsys):
     for block in blocks(TEXTS[page], "python"):
-        exec(compile(block, page, "exec"), {})
+        if "ls.watch" not in block or page != "README.md":  # what that prints is tested below
+            exec(compile(block, page, "exec"), {})
 
 
 @pytest.fixture(scope="module")

@@ -88,13 +88,14 @@ def test_ctrl_c_saves_says_how_to_resume_and_the_same_command_does(texts, tmp_pa
 
 
 def test_two_invocations_share_the_rows(texts, tmp_path):
-    flags = ["--conditions", "2x2", "--seeds", "1", "--steps", "10", "--rows-at-once", "1"]
+    names = "per-loop+raw,per-loop+rmsnorm"
+    flags = ["--conditions", names, "--seeds", "1", "--steps", "10", "--rows-at-once", "1"]
     both = [start(command(texts, tmp_path / "out", *flags)) for _ in range(2)]
     errors = [process.communicate(timeout=PATIENCE)[1] for process in both]
     assert all(process.returncode in (0, 1) for process in both), errors
     started = [error.count(" started: ") - error.count("retried") for error in errors]
     records = [json.loads(path.read_text()) for path in (tmp_path / "out" / "rows").glob("*/row.json")]
-    assert [(record["state"], record["attempts"]) for record in records] == [("finished", 1)] * 4, "none twice"
+    assert [(record["state"], record["attempts"]) for record in records] == [("finished", 1)] * 2, "none twice"
     assert min(started) >= 1, "both worked"
 
 
@@ -175,10 +176,7 @@ def test_mistakes_are_one_sentence_and_exit_code_2(texts, tmp_path, capsys, flag
 
 
 def test_help_lists_the_conditions_without_loading_torch():
-    code = "import sys; from loopscope.cli import main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    code = "import sys; from loopscope.cli import main; main(['reproduce', '--help']); sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "COLUMNS": "110"}
-    shown = subprocess.run(
-        [sys.executable, "-m", "loopscope", "reproduce", "--help"], capture_output=True, text=True, env=environment
-    ).stdout
-    assert "per-loop+inter-loop-norm" in shown and "--rows-at-once" in shown
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "per-loop+inter-loop-norm" in shown.stdout and "--rows-at-once" in shown.stdout

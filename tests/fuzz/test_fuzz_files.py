@@ -25,8 +25,8 @@ from loopscope.errors import LoopscopeError
 FEWEST_CASES = 3000
 MOST_MIB = 300
 """By which resident memory may rise above what is in use; the largest file of a case has a megabyte."""
-SLOW = ("page", "page of a grid", "page of an atlas", "claims and tables")
-"""Readers that take a tenth of a second: a third of the corpus has to do."""
+SLOW = ("page", "page of a grid", "page of an atlas", "claims and tables", "Huginn folder", "Parcae folder")
+"""Readers that take tens of milliseconds, or read as another one does: a third of the corpus has to do."""
 READ_FROM = {(reader.name, reader.file): reader for reader in READERS}
 
 seen: dict[str, Watch] = {}
@@ -40,6 +40,7 @@ def quiet_and_quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         patch.setattr("loopscope.machine.git_state", lambda folder: None)  # git is a process, and not what is tested
+        patch.setattr("loopscope.show.page.plotly_script", lambda: "")  # 5 MB that come from no file
         yield
     logging.disable(logging.NOTSET)
 

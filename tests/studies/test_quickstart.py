@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from made_up import write_made_up_grid, write_row
 from samples import eval_row, train_row
 
+from loopscope.cli import main
 from loopscope.readings import Run
 from loopscope.results.thresholds import CLEAR
 from loopscope.rows.conditions import CONDITIONS, CORE
@@ -81,11 +80,11 @@ def test_only_the_rows_of_the_seed_asked_for_are_told(grid):
     assert corners(results, 9) == []
 
 
-def test_the_blind_spot_shows_within_thirty_steps_and_the_page_tells_it(tmp_path):
-    command = [sys.executable, "-m", "loopscope", "quickstart", "--steps", "30", "--json", "--out", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
+def test_the_blind_spot_shows_within_thirty_steps_and_the_page_tells_it(tmp_path, capsys):
+    code = main(["quickstart", "--steps", "30", "--json", "--out", str(tmp_path)])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    told = json.loads(said.out)
     norms = {(each["placement"], each["readout"]): each["norm"][-1] for each in told["conditions"]}
     assert norms["per-loop", "rmsnorm"] > 10 * norms["per-loop", "raw"]
     for each in told["conditions"]:
