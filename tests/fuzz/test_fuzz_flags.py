@@ -26,7 +26,7 @@ from loopscope.cli.flags import Flag, sections_of
 
 FEWEST_CASES = 1000
 MOST_MIB = 600
-TURNS = {"train": 2, "plan": 3}
+TURNS = {"train": 1, "plan": 2}
 """Values per flag; verbs with few flags get more of them."""
 EXAMPLES = 25
 """Commands of several flags, for every verb."""
