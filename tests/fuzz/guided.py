@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("adapters", "report", "studies", "training"))]
+sys.path[:0] = [str(HERE), str(HERE.parent / "shared"), str(HERE.parent / "training")]
 
 
 def search(atheris: Any, bench: Any, cases: list[bytes], seconds: float) -> None:
