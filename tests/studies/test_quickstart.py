@@ -80,8 +80,8 @@ def test_only_the_rows_of_the_seed_asked_for_are_told(grid):
     assert corners(results, 9) == []
 
 
-def test_the_blind_spot_shows_within_thirty_steps_and_the_page_tells_it(tmp_path, capsys):
-    code = main(["quickstart", "--steps", "30", "--json", "--out", str(tmp_path)])
+def test_the_blind_spot_shows_within_twenty_steps_and_the_page_tells_it(tmp_path, capsys):
+    code = main(["quickstart", "--steps", "20", "--json", "--out", str(tmp_path)])
     said = capsys.readouterr()
     assert code == 0, said.err
     told = json.loads(said.out)
