@@ -68,17 +68,17 @@ def test_a_loss_term_that_sees_the_scale_makes_it_visible(tiny, ids_BT, term):
 
 def test_prelude_coda_and_injection_are_audited_like_any_other_design(tiny, ids_BT):
     """The coda reads through norms of its own, so scale is hidden only as far as the coda hides it: not at all here."""
-    config = replace(tiny, vocab_size=80, prelude_layers=1, injection="add")
-    assert verdicts(audited(ls.build(config, seed=0), ids_BT))[:2] == (1, "blind")
+    config, quick = replace(tiny, vocab_size=80, prelude_layers=1, injection="add"), replace(OPTIONS, states=2)
+    assert verdicts(audited(ls.build(config, seed=0), ids_BT, options=quick))[:2] == (1, "blind")
     with_coda = ls.build(replace(config, coda_layers=1), seed=0)
-    assert audited(with_coda, ids_BT).variable("scale").visibility > 1e-3
+    assert audited(with_coda, ids_BT, options=quick).variable("scale").visibility > 1e-3
 
 
 def test_dense_and_matrix_free_searches_agree(tiny, ids_BT):
     for changes in ({}, {"inter_loop_norm": "rmsnorm"}, {"readout": "layernorm"}):
         model = ls.build(replace(tiny, vocab_size=80, **changes), seed=0)
         dense, free = (
-            audited(model, ids_BT, options=replace(OPTIONS, method=method)).to_json()
+            audited(model, ids_BT, options=replace(OPTIONS, states=2, method=method)).to_json()
             for method in ("dense", "matrix-free")
         )
         assert dense["blind_directions"]["loops"] == free["blind_directions"]["loops"]
