@@ -39,6 +39,7 @@ from typing import Any, Literal
 import tyro
 from safetensors.torch import load_file
 
+from loopscope.results.record import as_json
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from side_by_side import machine
@@ -243,7 +244,7 @@ def differences(whole: Training, killed: Training) -> list[str]:
 
 
 def _metrics(training: Training) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != NOT_COMPARED} for row in training.run.read_metrics()]
+    return [{k: v for k, v in row.items() if k != NOT_COMPARED} for row in as_json(training.run.read_metrics())]
 
 
 def count_tensors(training: Training) -> int:

@@ -16,6 +16,7 @@ from loopscope.errors import RunError
 from loopscope.files import folder_written_whole, write_atomically
 from loopscope.machine import git_state
 from loopscope.presets import preset
+from loopscope.results.run import LoggedEvaluation, LoggedEvent, LoggedStep
 from loopscope.runs import RunFolder
 
 
@@ -33,20 +34,20 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
 def test_metrics_survive_a_torn_last_line_and_forget_steps_that_will_be_repeated(tmp_path):
     run = RunFolder(tmp_path)
     for step in (1, 2, 3):
-        run.append_metrics({"kind": "train", "step": step})
+        run.append_metrics(LoggedStep(step=step))
     with run.metrics_path.open("a") as file:
         file.write('{"kind": "train", "st')
-    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+    assert [row.step for row in run.read_metrics()] == [1, 2, 3]
     run.forget_metrics_after(2)
-    run.append_metrics({"kind": "train", "step": 3})
-    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+    run.append_metrics(LoggedStep(step=3))
+    assert [row.step for row in run.read_metrics()] == [1, 2, 3]
 
 
 def test_a_full_disk_is_told_with_the_file_that_did_not_fit(tmp_path):
     run = RunFolder(tmp_path)
     run.metrics_path.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device") as full:
-        run.append_metrics({"kind": "train", "step": 1})
+        run.append_metrics(LoggedStep(step=1))
     assert full.value.filename == str(run.metrics_path)
 
 
@@ -107,8 +108,8 @@ def test_what_a_killed_process_left_half_written_is_gone_once_the_run_is_locked(
 
 def test_metrics_are_strict_json(tmp_path):
     run = RunFolder(tmp_path)
-    run.append_metrics({"kind": "eval", "step": 1, "ce": [math.nan, 1.0], "norm": [math.inf, 2.0]})
-    assert run.read_metrics() == [{"kind": "eval", "step": 1, "ce": [None, 1.0], "norm": [None, 2.0]}]
+    run.append_metrics(LoggedEvaluation(step=1, ce=[math.nan, 1.0], norm=[math.inf, 2.0]))
+    assert run.read_metrics() == [LoggedEvaluation(step=1, ce=[None, 1.0], norm=[None, 2.0])]
     assert "NaN" not in run.metrics_path.read_text() and "Infinity" not in run.metrics_path.read_text()
 
 
@@ -143,6 +144,7 @@ def test_the_file_that_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
 
 def test_half_a_surrogate_pair_in_metrics_does_not_keep_a_run_from_going_on(tmp_path):
     run = RunFolder(tmp_path)
-    run.metrics_path.write_text('{"step": 1, "message": "\\ud800 x"}\n{"step": 2}\n')
+    for step in (1, 2):
+        run.append_metrics(LoggedEvent(step=step, event="skip", message="\ud800 x"))
     run.forget_metrics_after(1)
-    assert run.read_metrics() == [{"step": 1, "message": "? x"}]
+    assert run.read_metrics() == [LoggedEvent(step=1, event="skip", message="? x")]

@@ -24,6 +24,8 @@ from loopscope.cli import main
 from loopscope.cli.eval import parse_depths
 from loopscope.errors import ConfigError
 from loopscope.readings import read_run
+from loopscope.results.record import as_json
+from loopscope.results.run import LoggedEvent
 from loopscope.runs import RunFolder
 
 
@@ -58,7 +60,7 @@ def test_a_run_trains_says_how_it_ended_and_fills_its_folder(train, place):
     assert "validation ce after each loop" in out
     assert "step 2/8: loss" in err and "radial share" in err and "MFU" in err and "left" in err
     run = RunFolder(place / "run")
-    assert {row["kind"] for row in run.read_metrics()} >= {"train", "eval"}
+    assert {row.kind for row in run.read_metrics()} >= {"train", "eval"}
     manifest = json.loads((run.path / "manifest.json").read_text())
     assert manifest["schema_version"] == 1 and manifest["data"]["tokenizer"] == "bytes"
     assert manifest["data"]["corpus_sha256"] and manifest["versions"]["torch"]
@@ -69,7 +71,7 @@ def test_a_run_trains_says_how_it_ended_and_fills_its_folder(train, place):
 def test_metrics_of_the_wrong_kind_do_not_stop_a_finished_run_from_saying_so(train, place):
     train()
     run = RunFolder(place / "run")
-    rows = [{**row, "ce": "x", "norm": {"a": 1}} for row in run.read_metrics()]
+    rows = [{**row, "ce": "x", "norm": {"a": 1}} for row in as_json(run.read_metrics())]
     run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\0garbage\n")
     code, out, err = train()
     assert code == 0, err
@@ -81,7 +83,7 @@ def test_the_same_command_with_more_steps_goes_on(train, place):
     code, out, err = train("--steps", "12", "--json")
     assert code == 0 and "resumed" in err and "at step 8" in err
     assert json.loads(out)["step"] == 12
-    steps = [row["step"] for row in RunFolder(place / "run").read_metrics() if row["kind"] == "train"]
+    steps = [row.step for row in RunFolder(place / "run").read_metrics() if row.kind == "train"]
     assert steps == sorted(set(steps)), "no step is logged twice"
 
 
@@ -168,7 +170,7 @@ def test_a_run_without_its_checkpoints_is_not_restarted_over_its_metrics(train, 
 def test_a_resumed_run_tells_the_alarms_of_before_again(train, place):
     train()
     message = "the scale grows and no loss sees it"
-    RunFolder(place / "run").append_metrics({"kind": "event", "step": 6, "event": "blind-spot", "message": message})
+    RunFolder(place / "run").append_metrics(LoggedEvent(step=6, event="blind-spot", message=message))
     _, _, err = train("--steps", "12")
     assert f"earlier: {message}" in err
 
@@ -419,9 +421,9 @@ def test_tensorboard_gets_the_rows_of_the_metrics(train, place):
 
     events = EventAccumulator(str(place / "run" / "tensorboard"))
     events.Reload()
-    rows = [row for row in RunFolder(place / "run").read_metrics() if row["kind"] == "train"]
+    rows = [row for row in RunFolder(place / "run").read_metrics() if row.kind == "train"]
     logged = [(event.step, event.value) for event in events.Scalars("train/norm/3")]
-    assert logged == [(row["step"], pytest.approx(row["norm"][2])) for row in rows]
+    assert logged == [(row.step, pytest.approx(row.norm[2])) for row in rows]
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_anything_is_written(train, place, monkeypatch):

@@ -27,7 +27,7 @@ from loopscope.checks import (
     check_types,
 )
 from loopscope.errors import ConfigError, suggest
-from loopscope.files import MOST_YAML_BYTES, parse_yaml, read_text
+from loopscope.files import MOST_YAML_BYTES, Problems, parse_yaml, read_text, read_yaml
 
 HUGINN_NOISE_STD = math.sqrt(2 / 5)
 """Of Huginn's initial state."""
@@ -523,6 +523,17 @@ def load_config(path: Path, base: Config | None = None) -> Config:
         why = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
         raise ConfigError(f"cannot read the configuration {path}: it {why}") from error
     return config_from_dict({} if data is None else data, base, source=str(path))
+
+
+def read_config(path: Path, problems: Problems) -> Config | None:
+    """The configuration of a run; None where there is none, and with a problem where it cannot be used."""
+    if (data := read_yaml(path, problems)) is None:
+        return None
+    try:
+        return config_from_dict(data)
+    except ConfigError as error:
+        problems[path.name] = f"is not a configuration: {error}; it is left out"
+        return None
 
 
 def _is_toml(text: str) -> bool:

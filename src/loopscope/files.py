@@ -437,44 +437,22 @@ def _yaml_trick(text: str) -> str | None:
     return None
 
 
-def read_lines(path: Path, problems: Problems, *, most: float | None = None) -> list[dict[str, Any]]:
-    """The objects in a file with one JSON object per line; a last line without an end is still being written."""
-    rows, damaged = [], 0
+def lines_of(path: Path, most: float, problems: Problems) -> Iterator[bytes]:
+    """Lines with their ends, none where the file cannot be read; of one that is too long only its end."""
     try:
-        for line in _lines(path, MOST_METRICS_BYTES if most is None else most, problems):
-            if (found := parse_line(line)) is not None:
-                rows.append(found)
-            else:
-                damaged += line.endswith(b"\n")
+        if not _is_readable(path, most, problems):
+            return
+        with open_file(path) as file:
+            while line := file.readline(MOST_LINE_BYTES):
+                is_long = False
+                while len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
+                    is_long, line = True, file.readline(MOST_LINE_BYTES)
+                if is_long:
+                    yield b"\n"
+                elif line.strip():
+                    yield line
     except OSError as error:
         problems[path.name] = f"cannot be read: {error.strerror}"
-    if damaged:
-        problems[path.name] = f"has {damaged} unreadable line{'s' if damaged > 1 else ''}, left out"
-    return rows
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The object that a line holds, or None."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _lines(path: Path, most: float, problems: Problems) -> Iterator[bytes]:
-    """Lines with their ends; of one that is too long only its end, which is no JSON."""
-    if not _is_readable(path, most, problems):
-        return
-    with open_file(path) as file:
-        while line := file.readline(MOST_LINE_BYTES):
-            is_long = False
-            while len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
-                is_long, line = True, file.readline(MOST_LINE_BYTES)
-            if is_long:
-                yield b"\n"
-            elif line.strip():
-                yield line
 
 
 def _text(path: Path, most: float, problems: Problems) -> str | None:

@@ -10,11 +10,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
-from loopscope.files import Part, Problems, integer, mapping, note_misfits, read_as, read_json, read_lines, read_yaml
+from loopscope.config import Config, read_config
+from loopscope.files import Part, Problems, read_as, words
+from loopscope.results.evaluation import Depth, Evaluation, Split
+from loopscope.results.record import read_record
+from loopscope.results.run import (
+    MANIFEST_FILE,
+    METRICS_FILE,
+    ROW_FILE,
+    LoggedEvaluation,
+    LoggedEvent,
+    LoggedStep,
+    Manifest,
+    RowRecord,
+    read_metrics,
+)
 from loopscope.results.thresholds import FURTHEST, HIDDEN_SHARE, NOTICED, TENFOLD
-from loopscope.scores import Depth, Evaluation, Split
 from loopscope.show.numbers import fold, percent
 
 GUARDED = ("skip", "rolled-back")
@@ -22,42 +35,7 @@ GUARDED = ("skip", "rolled-back")
 CLAMPS_BEFORE_THE_FIELD = ("radial clamp: growth removed", "radial clamp: frozen at loop 1")
 """Interventions on the scale in audits from before they said so."""
 
-RowState = Literal["open", "running", "finished", "failed"]
 State = Literal["finished", "unfinished", "stopped", "failed", "empty"]
-
-
-# --- row.json --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowRecord:
-    """row.json: what has become of a row of a grid or an atlas."""
-
-    name: str = ""
-    condition: str = ""
-    recipe: str = ""
-    text: str = ""
-    """What it is trained on, where that is not the text that the rows of its folder share."""
-    seed: int | None = None
-    state: RowState | None = None
-    stage: str | None = None
-    attempts: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By stage, over all attempts."""
-    error: str | None = None
-    threads: int | None = None
-    host: str | None = None
-    pid: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """What row.json holds."""
-        return {"schema_version": 1, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, part: Part) -> Self:
-        """What can be read of it."""
-        state = part.choice("state", get_args(RowState)) or None
-        return part.as_a(cls, state=state, attempts=part.integer("attempts") or 0)
 
 
 # --- halting.json ----------------------------------------------------------------------------------------------------
@@ -397,59 +375,6 @@ def _clamped(intervention: Part) -> str:
     return "scale" if is_older else intervention.text("clamps")
 
 
-# --- metrics.jsonl ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Logged:
-    """A training step, or an evaluation during training: values after each loop."""
-
-    step: int
-    ce: list[float | None]
-    norm: list[float | None]
-    loops: list[float | None]
-    """The supervised loops, to which the shares belong."""
-    shares: list[float | None]
-    """Radial gradient shares."""
-    terms: frozenset[str]
-    """Loss terms besides cross-entropy."""
-    tenfold_charge: float | None = None
-    """Nats per token that ten times the scale would cost."""
-
-    @property
-    def final_norm(self) -> float | None:
-        """‖h_K‖."""
-        return self.norm[-1] if self.norm else None
-
-    @property
-    def largest_share(self) -> float | None:
-        """The largest radial gradient share of the supervised loops."""
-        return max((share for share in self.shares if share is not None), default=None)
-
-    @classmethod
-    def from_json(cls, part: Part) -> Self | None:
-        """What can be read of it; None without a step."""
-        step = part.integer("step")
-        if step is None:
-            return None
-        shares, terms = part.numbers("radial_gradient_share"), frozenset(part.part("terms").values)
-        return part.as_a(cls, step=step, shares=shares, terms=terms)
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that a guard or a monitor did or said."""
-
-    step: int | None
-    event: str
-    message: str
-
-
-def last_logged(line: dict[str, Any] | None) -> Logged | None:
-    """The training step of a line of metrics, or None where the line is about something else."""
-    return Logged.from_json(Part(line)) if line is not None and line.get("kind") == "train" else None
-
-
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -460,11 +385,11 @@ class Run:
     name: str
     folder: str
     """The path as the user gave it."""
-    config: dict[str, dict[str, Any]]
-    manifest: Part
-    train: list[Logged]
-    evals: list[Logged]
-    events: list[Event]
+    config: Config | None
+    manifest: Manifest
+    train: list[LoggedStep]
+    evals: list[LoggedEvaluation]
+    events: list[LoggedEvent]
     evaluation: Evaluation | None
     audit: Audit | None
     untrained: Audit | None
@@ -478,13 +403,8 @@ class Run:
     """What `loopscope calibrate` left there."""
 
     def setting(self, section: str, name: str) -> Any:
-        """A value of the configuration, or None."""
-        return self.config.get(section, {}).get(name)
-
-    def choice(self, name: str) -> Any:
-        """What was chosen automatically under that name, or None."""
-        found = (part.values.get("value") for part in self.manifest.parts("choices") if part.text("name") == name)
-        return next(found, None)
+        """A value of the configuration; None where it cannot be read, or has none (a model of its own code)."""
+        return getattr(getattr(self.config, section, None), name, None)
 
     @property
     def condition(self) -> str:
@@ -499,29 +419,31 @@ class Run:
     @property
     def seed(self) -> int | None:
         """Seed of weights and data order."""
-        return self.row.seed if self.row and self.row.seed is not None else integer(self.setting("training", "seed"))
+        if self.row and self.row.seed is not None:
+            return self.row.seed
+        return None if self.config is None else self.config.training.seed
 
     @property
     def num_loops(self) -> int:
         """The depth it was trained at; 0 where no file says so."""
-        told = [integer(self.setting("model", "num_loops"))]
+        told = [None if self.config is None else self.config.model.num_loops]
         told += [source.num_loops for source in (self.audit, self.evaluation) if source is not None]
         return next((loops for loops in told if loops), len(self.depths))
 
     @property
     def width(self) -> int:
         """Width d of the state; 0 where no file says so."""
-        return integer(self.setting("model", "width")) or (self.audit and self.audit.width) or 0
+        return self.setting("model", "width") or (self.audit and self.audit.width) or 0
 
     @property
     def step(self) -> int:
         """The last step that was logged."""
-        return max((row.step for row in (*self.train, *self.evals)), default=0)
+        return max((row.step for rows in (self.train, self.evals) for row in rows), default=0)
 
     @property
     def steps(self) -> int | None:
         """Steps it was to make."""
-        return integer(self.setting("training", "steps"))
+        return None if self.config is None else self.config.training.steps
 
     @property
     def state(self) -> State:
@@ -539,14 +461,14 @@ class Run:
         """The same as a sentence of few words."""
         at = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
         if self.state == "failed":
-            return f"failed at {at}" + (f": {self.row.error}" if self.row and self.row.error else "")
+            return f"failed at {at}" + (f": {words(self.row.error)}" if self.row and self.row.error else "")
         if self.state == "stopped":
             return f"stopped at {at}: {self.events[-1].message}"
         if self.state == "unfinished":
             return f"at {at}, still going or interrupted"
         return f"finished at {at}" if self.state == "finished" else "nothing was logged yet"
 
-    def _stopped_by(self, event: Event) -> bool:
+    def _stopped_by(self, event: LoggedEvent) -> bool:
         alarm = event.event == "blind-spot" and self.setting("training", "on_blind_spot") == "stop"
         return event.event == "stop" or alarm
 
@@ -588,17 +510,17 @@ class Run:
         """Kind and vocabulary of the tokenizer; perplexities compare only under the same."""
         kinds = (
             self.evaluation.tokenizer if self.evaluation else "",
-            self.manifest.part("data").text("tokenizer"),
-            Part(self.config.get("data", {})).text("tokenizer"),
+            self.manifest.data.tokenizer if self.manifest.data else "",
+            self.config.data.tokenizer if self.config else "",
         )
         kind = next((name for name in kinds if name), "")
-        size = integer(self.setting("model", "vocab_size"))
+        size = None if self.config is None else self.config.model.vocab_size
         return f"{kind}, {size:,} tokens" if kind and size else kind
 
     @property
     def tokenizer_sha256(self) -> str:
         """Hash of the tokenizer; empty where the manifest does not say."""
-        return self.manifest.part("data").text("tokenizer_sha256")
+        return self.manifest.data.tokenizer_sha256 if self.manifest.data else ""
 
     @property
     def verdict(self) -> str:
@@ -614,25 +536,20 @@ class Run:
 def read_run(folder: Path, name: str) -> Run:
     """Everything that can be read of a run folder; what cannot is a sentence in `problems`."""
     problems: Problems = {}
-    config = read_yaml(folder / "config.yaml", problems) or {}
-    rows = [Part(row, f"row {n}") for n, row in enumerate(read_lines(folder / "metrics.jsonl", problems), start=1)]
-    by_kind = {kind: [row for row in rows if row.text("kind") == kind] for kind in ("train", "eval", "event")}
-    train, evals = ([made for row in by_kind[kind] if (made := Logged.from_json(row))] for kind in ("train", "eval"))
-    events = [row.as_a(Event) for row in by_kind["event"]]
-    note_misfits("metrics.jsonl", [place for row in rows for place in row.misfits], problems)
+    rows = read_metrics(folder / METRICS_FILE, problems)
     return Run(
         name=name,
         folder=str(folder),
-        config={section: mapping(part) for section, part in config.items()},
-        manifest=Part(read_json(folder / "manifest.json", problems) or {}),
-        train=train,
-        evals=evals,
-        events=events,
-        evaluation=read_as(folder / "eval.json", Evaluation.from_json, problems),
+        config=read_config(folder / "config.yaml", problems),
+        manifest=read_record(folder / MANIFEST_FILE, Manifest, problems) or Manifest(),
+        train=[row for row in rows if isinstance(row, LoggedStep)],
+        evals=[row for row in rows if isinstance(row, LoggedEvaluation)],
+        events=[row for row in rows if isinstance(row, LoggedEvent)],
+        evaluation=read_record(folder / "eval.json", Evaluation, problems),
         audit=read_as(folder / "audit.json", Audit.from_json, problems),
         untrained=read_as(folder / "audit-untrained.json", Audit.from_json, problems),
         halting=read_as(folder / "halting.json", CalibratedHalting.from_json, problems),
-        row=read_as(folder / "row.json", RowRecord.from_json, problems),
+        row=read_record(folder / ROW_FILE, RowRecord, problems),
         problems=problems,
         calibrated=read_as(folder / "calibration.json", Calibrated.from_json, problems),
     )
@@ -700,8 +617,8 @@ def shares_by_loop(run: Run) -> dict[int, float]:
     if found or not run.train:
         return found
     last = run.train[-1]
-    pairs = [(integer(loop), share) for loop, share in zip(last.loops, last.shares, strict=False)]
-    return {k: share for k, share in pairs if k is not None and share is not None}
+    pairs = zip(last.loops, last.radial_gradient_share, strict=False)
+    return {k: share for k, share in pairs if share is not None}
 
 
 def hides_scale(run: Run) -> bool:

@@ -10,20 +10,19 @@ checkpoints/       step-N/, complete or absent
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from loopscope.config import Config, config_to_yaml, load_config
 from loopscope.errors import RunError
-from loopscope.files import integer, read_lines, without_nan, write_atomically, write_json
+from loopscope.files import file_written_whole, lines_of, write_atomically
+from loopscope.results.run import METRICS_FILE, Logged, line_of, read_metrics, step_of
 
-SCHEMA_VERSION = 1
 WRITTEN_UNDER_LOCK = (
     "config.yaml",
     "manifest.json",
@@ -58,7 +57,7 @@ class RunFolder:
     @property
     def metrics_path(self) -> Path:
         """One JSON object per line."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_FILE
 
     def config(self) -> Config:
         """The configuration the run was started with."""
@@ -71,31 +70,34 @@ class RunFolder:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         write_atomically(self.config_path, config_to_yaml(config))
 
-    def write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Write manifest.json."""
-        write_json(self.path / "manifest.json", {"schema_version": SCHEMA_VERSION, **manifest})
-
-    def append_metrics(self, row: dict[str, Any]) -> None:
+    def append_metrics(self, row: Logged) -> None:
         """Add one line to metrics.jsonl."""
         try:
-            with self.metrics_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(_line(row))
+            with self.metrics_path.open("ab") as file:
+                file.write(line_of(row))
         except OSError as error:
             error.filename = str(self.metrics_path)  # a disk that is full says so without a name
             raise
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[Logged]:
         """All rows; a line torn by a kill is left out."""
-        return read_lines(self.metrics_path, {}, most=math.inf)  # whoever rewrites the file must not lose a long one
+        return read_metrics(self.metrics_path, {})
 
     def last_step(self) -> int:
         """The last step that metrics.jsonl tells of; 0 without any."""
-        return max((integer(row.get("step")) or 0 for row in self.read_metrics()), default=0)
+        return max((step for step, _ in self._lines()), default=0)
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop rows of steps that a resume is going to repeat."""
-        kept = [row for row in self.read_metrics() if (integer(row.get("step")) or 0) <= step]
-        write_atomically(self.metrics_path, "".join(map(_line, kept)))
+        """Drop lines of steps that a resume is going to repeat, and those that are damaged."""
+        kept = [line for at, line in self._lines() if at <= step]
+        with file_written_whole(self.metrics_path) as beside:
+            beside.write_bytes(b"".join(kept))
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Whole lines with their steps."""
+        for line in lines_of(self.metrics_path, math.inf, {}):  # whoever rewrites the file must not lose a long one
+            if (step := step_of(line)) is not None and line.endswith(b"\n"):
+                yield step, line
 
     @contextmanager
     def locked(self, wait: float = 0.0) -> Iterator[None]:
@@ -125,11 +127,6 @@ class RunFolder:
     @property
     def _lock_path(self) -> Path:
         return self.path / ".lock"
-
-
-def _line(row: dict[str, Any]) -> str:
-    """A row of metrics as strict JSON: what is not finite is null."""
-    return json.dumps(without_nan(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _flock_within(file: IO[str], kind: int, seconds: float) -> bool:

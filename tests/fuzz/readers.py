@@ -61,7 +61,6 @@ from loopscope.targets import open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks
 from loopscope.training.optimizers import Optimizers
-from loopscope.training.session import read_data_record
 from loopscope.verbs.cards import Card
 from loopscope.verbs.cards import read_results as read_card_results
 
@@ -221,9 +220,7 @@ def metrics(folder: Path) -> tuple[list[Any], int]:
 
 
 def metrics_kept(result: tuple[list[Any], int], whole: tuple[list[Any], int]) -> bool:
-    from loopscope.files import integer
-
-    return all((integer(row.get("step")) or 0) <= 2 for row in result[0])
+    return all(row.step <= 2 for row in result[0])
 
 
 def ledger(folder: Path) -> Any:
@@ -238,10 +235,6 @@ def ledger(folder: Path) -> Any:
 
 def a_state(result: Any, whole: Any) -> bool:
     return result[0].state in ("open", "failed", "finished") and 0 <= result[0].share_done <= 1
-
-
-def data_record(folder: Path) -> Any:
-    return read_data_record(folder / "run")
 
 
 def line(folder: Path) -> int:
@@ -506,7 +499,7 @@ def card(folder: Path) -> str:
         dtype="float32",
         config=None,
         step=3,
-        text={},
+        text=None,
         audit=audit,
         evaluation=evaluation,
         policy=halting,
@@ -578,16 +571,14 @@ def _readers() -> Iterable[Reader]:
         yield Reader("resume, forged", f"run/{STEP}/{file}", make_run, resume, same_form, correct_sums)
     for file in (f"{STEP}/state.json", shard_of()):
         yield Reader("resume of shards, forged", f"run/{file}", make_sharded, resume, same_form, correct_sums)
-    measured = ("eval.json", "audit.json", "halting.json")
-    for file in ("config.yaml", "manifest.json", "metrics.jsonl", "row.json", "calibration.json", *measured):
+    for file in ("config.yaml", "metrics.jsonl", "eval.json", "audit.json", "calibration.json"):
         yield Reader("page", f"run/{file}", make_run, page, is_a_page)
     yield Reader("metrics", "run/metrics.jsonl", make_run, metrics, metrics_kept)
-    for file in ("metrics.jsonl", "row.json", "log.txt", *measured):
+    for file in ("metrics.jsonl", "row.json", "log.txt"):
         yield Reader("ledger", f"run/{file}", make_run, ledger, a_state)
-    yield Reader("data of a run", "run/manifest.json", make_run, data_record, anything)
     for file in ("grid.json", "claims.json"):
         yield Reader("page of a grid", f"grid/{file}", make_grid, grid_page, is_a_page)
-    for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "eval", "audit", "halting", "manifest"))):
+    for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "audit", "halting"))):
         yield Reader("claims and tables", f"grid/{file}", make_grid, results, tables_of_text)
     yield Reader("claims and tables", f"grid/rows/{ROW}/config.yaml", make_grid, results, tables_of_text)
     yield Reader("page of an atlas", "atlas/atlas.json", make_atlas, atlas_page, is_a_page)
@@ -612,7 +603,7 @@ def _readers() -> Iterable[Reader]:
     yield Reader(
         "settings of a tokenizer", "hf/tokenizer_config.json", make_exported, settings_of_a_tokenizer, names_tokens
     )
-    for file in ("audit.json", "eval.json", "policy.json"):
+    for file in ("audit.json", "policy.json"):
         yield Reader("model card", f"results/{file}", make_exported, card, is_a_card)
     for file in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
         yield Reader("Hugging Face shards", f"hf/{file}", make_ouro_shards, open_hf, equal)

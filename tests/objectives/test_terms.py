@@ -27,6 +27,7 @@ from loopscope.objectives.terms import (
     ZLoss,
     terms_of,
 )
+from loopscope.results.run import LoggedStep
 from loopscope.runs import RunFolder
 from loopscope.training.plan import plan_memory
 from loopscope.training.trainer import Trainer
@@ -276,7 +277,7 @@ def test_the_models_own_term_makes_the_scale_visible_to_the_audit_also_when_clam
     assert ls.audit(ls.build(tiny), [ids_BT], options=QUICK).variable("scale").verdict == "blind"
 
 
-def blind_run(folder, kind) -> tuple[list[dict], list[str]]:
+def blind_run(folder, kind) -> tuple[list[LoggedStep], list[str]]:
     """The paper's blind spot, small; rows of metrics and names of events."""
     config = change(CONFIG, training={"steps": 40, "lr": 0.05, "schedule": "constant"})
     config = replace(config, objective=ObjectiveConfig())
@@ -284,7 +285,7 @@ def blind_run(folder, kind) -> tuple[list[dict], list[str]]:
     run, rows = RunFolder(folder), []
     run.create(config)
     Trainer(kind(config.model), config, run, RandomTokens(), valid, listeners=(rows.append,)).train()
-    return [row for row in rows if row["kind"] == "train"], [row["event"] for row in rows if row["kind"] == "event"]
+    return [row for row in rows if row.kind == "train"], [row.event for row in rows if row.kind == "event"]
 
 
 class Feather(ls.LoopedLM, ls.OwnLosses):
@@ -296,12 +297,12 @@ class Feather(ls.LoopedLM, ls.OwnLosses):
 
 def test_the_monitor_follows_what_the_models_own_term_charges_and_not_that_it_is_there(tmp_path):
     rows, events = blind_run(tmp_path / "plain", ls.LoopedLM)
-    assert "blind-spot" in events and all(row["tenfold_charge"] < 0.01 for row in rows)
+    assert "blind-spot" in events and all(row.tenfold_charge < 0.01 for row in rows)
     rows, events = blind_run(tmp_path / "feather", Feather)
-    assert "blind-spot" in events and all(row["tenfold_charge"] < 0.01 for row in rows)
-    assert all(row["terms"].keys() == {"feather"} for row in rows) and rows[-1]["terms"]["feather"] > 0
+    assert "blind-spot" in events and all(row.tenfold_charge < 0.01 for row in rows)
+    assert all(row.terms.keys() == {"feather"} for row in rows) and rows[-1].terms["feather"] > 0
     rows, events = blind_run(tmp_path / "own", Shrinking)
-    assert "blind-spot" not in events and all(row["tenfold_charge"] >= 0.01 for row in rows)
+    assert "blind-spot" not in events and all(row.tenfold_charge >= 0.01 for row in rows)
 
 
 @pytest.mark.parametrize("kind", SAMPLES, ids=lambda kind: kind.__name__)
@@ -311,7 +312,7 @@ def test_the_rows_of_a_run_say_whether_the_term_sees_the_scale(kind, tmp_path):
     run, rows = RunFolder(tmp_path), []
     run.create(config)
     Trainer(ls.build(config.model), config, run, RandomTokens(), None, listeners=(rows.append,)).train()
-    assert (rows[0]["tenfold_charge"] >= 0.01) == (kind in HOLD_SCALE)
+    assert (rows[0].tenfold_charge >= 0.01) == (kind in HOLD_SCALE)
 
 
 def test_a_watcher_in_somebodys_own_loop_knows_the_models_own_term(tiny):

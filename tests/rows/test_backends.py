@@ -19,7 +19,7 @@ from loopscope.errors import ConfigError, RunError
 from loopscope.rows import backends
 from loopscope.rows.backends import Here, Ray, launch, make_backend, usable_cores
 from loopscope.rows.grid import Grid, Request, lay_out
-from loopscope.rows.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, read_record
+from loopscope.rows.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, row_record
 from loopscope.rows.schedule import Schedule
 from loopscope.rows.spec import RowSpec
 
@@ -76,7 +76,7 @@ def test_rows_run_side_by_side_fill_their_folders_and_are_not_done_twice(base, t
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["threads"] == 1
     assert manifest["data"]["tokenizer_sha256"] == grid.data["tokenizer_sha256"], "the grid's own tokenizer"
-    record = read_record(folder)
+    record = row_record(folder)
     assert record.attempts == 1 and set(record.seconds) == {"training", "evaluating", "calibrating"}
     assert "train step 4/4" in (folder / "log.txt").read_text()
     before = (folder / "row.json").read_bytes(), (folder / "metrics.jsonl").read_bytes()
@@ -93,7 +93,7 @@ def test_a_killed_row_is_resumed_and_ends_as_if_it_had_not_been_killed(base, tmp
 
     def strike(overview) -> None:
         if not struck and killed.run(row).checkpoints.joinpath("step-00000030").exists():
-            struck.append(read_record(killed.run(row).path).pid)
+            struck.append(row_record(killed.run(row).path).pid)
             os.kill(struck[0], signal.SIGKILL)
 
     events = []
@@ -219,7 +219,7 @@ def test_a_row_whose_ray_worker_is_killed_goes_on_in_another(ray, base, tmp_path
 
     def strike(overview) -> None:
         if not struck and step_of(ledger, row) >= 50:
-            struck.append(parent_of(read_record(ledger.run(row).path).pid))
+            struck.append(parent_of(row_record(ledger.run(row).path).pid))
             os.kill(struck[0], signal.SIGKILL)
 
     events: list[str] = []
@@ -233,7 +233,7 @@ def test_a_row_whose_ray_worker_is_killed_goes_on_in_another(ray, base, tmp_path
     assert events == ["started", "finished"], "Ray ran the task again; the schedule did not have to"
     log = (ledger.run(row).path / "log.txt").read_text()
     assert "interrupted" in log and "resumed at step" in log
-    metrics = [line["step"] for line in ledger.run(row).read_metrics() if line["kind"] == "train"]
+    metrics = [line.step for line in ledger.run(row).read_metrics() if line.kind == "train"]
     assert metrics == sorted(set(metrics)), "no step twice"
 
 

@@ -12,9 +12,10 @@ from samples import event_row, sample_manifest, train_row
 
 from loopscope.errors import EXIT_INTERRUPTED, RunError
 from loopscope.files import write_json
-from loopscope.readings import RowRecord
+from loopscope.results.record import write_record
+from loopscope.results.run import RowRecord
 from loopscope.rows import schedule as schedule_module
-from loopscope.rows.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, RowStatus, write_record
+from loopscope.rows.ledger import EXIT_GIVEN_UP, EXIT_TAKEN, Ledger, RowStatus
 from loopscope.rows.schedule import Overview, Schedule
 from loopscope.rows.spec import RowSpec
 from loopscope.runs import RunFolder
@@ -33,12 +34,12 @@ def write(ledger: Ledger, row: RowSpec, state: str, **more) -> Path:
     run = ledger.run(row)
     run.create(row.config)
     if state == "finished":
-        run.write_manifest(sample_manifest([], row.seed))
-        write_json(run.path / "eval.json", made_up_eval(*NUMBERS[row.condition], 0.0).to_json())
+        write_record(run.path / "manifest.json", sample_manifest([], row.seed))
+        write_record(run.path / "eval.json", made_up_eval(*NUMBERS[row.condition], 0.0))
         write_json(run.path / "audit.json", made_up_audit(row.condition, 3.0).to_json())
         write_json(run.path / "audit-untrained.json", made_up_audit(row.condition, 3.0, step=None).to_json())
         write_json(run.path / "halting.json", made_up_halting(row.condition).to_json())
-    write_record(run.path, RowRecord(state=state, **more))
+    write_record(run.path / "row.json", RowRecord(state=state, **more))
     return run.path
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from loopscope.designs import DESIGNS
 from loopscope.files import write_json
 from loopscope.readings import Variable
+from loopscope.results.evaluation import Accuracy, Answers, CacheTable, Depth, PolicyCost, Split
 from loopscope.rows.probe import Cost, Exit, Mend, Moves, Probe
-from loopscope.scores import Answers, CacheTable, Depth, PolicyCost, Split
 from loopscope.studies.atlas_record import (
     HOPS,
     NOT_BUILT,
@@ -86,8 +86,9 @@ def probe(step: int = 300, fixed: float = 0.9, gap: float = 0.5, safe: bool = Tr
 
 def scores(ce: float = 4.0, beyond: float = 0.0, right: float | None = None) -> Split:
     depths = [Depth(k, ce + (beyond if k > LOOPS else 0.0), 10.0 * k) for k in range(1, LOOPS + 5)]
-    answers = [] if right is None else [Answers(n, 100, dict.fromkeys(range(1, LOOPS + 5), right)) for n in (1, 2)]
-    return Split(depths, tokens=1000, bytes=3000, answers=answers)
+    shares = [] if right is None else [Accuracy(k, right) for k in range(1, LOOPS + 5)]
+    answers = [Answers(steps, 100, shares) for steps in (1, 2)] if shares else []
+    return Split(depths=depths, tokens=1000, bytes=3000, answers=answers)
 
 
 def entry(design: str, setting: Setting = MODERN, **changes) -> Entry:

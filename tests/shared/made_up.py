@@ -18,11 +18,12 @@ from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import Config, config_to_dict
 from loopscope.machine import provenance
 from loopscope.presets import preset
-from loopscope.readings import CalibratedHalting, RowRecord
+from loopscope.readings import CalibratedHalting
+from loopscope.results.evaluation import Evaluation
 from loopscope.results.record import write_record
 from loopscope.results.reproduction import GridRecord, RecipeRecord
+from loopscope.results.run import RowRecord
 from loopscope.rows.conditions import CONDITIONS, apply_recipe
-from loopscope.scores import Evaluation
 
 # CE after loops 1..4 and the norm after loop 4 of each condition.
 NUMBERS: dict[str, tuple[list[float], float]] = {

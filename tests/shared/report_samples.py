@@ -6,7 +6,6 @@ import math
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from samples import (
     eval_row,
@@ -22,8 +21,8 @@ from samples import (
 from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import config_to_dict
 from loopscope.presets import preset
-from loopscope.readings import RowRecord
-from loopscope.results.record import text_of
+from loopscope.results.evaluation import Evaluation
+from loopscope.results.record import text_of, write_record
 from loopscope.results.reproduction import (
     FAILS,
     HOLDS,
@@ -37,9 +36,8 @@ from loopscope.results.reproduction import (
     PaperValue,
     RecipeRecord,
 )
+from loopscope.results.run import Logged, RowRecord
 from loopscope.rows.conditions import CONDITIONS, apply_recipe
-from loopscope.rows.ledger import write_record
-from loopscope.scores import Evaluation
 
 K, WIDTH, ROLLOUT = 4, 64, 30
 ALPHAS = [0.1, 0.18, 0.32, 0.56, 1.0, 1.8, 3.2, 5.6, 10.0]
@@ -98,8 +96,8 @@ def write_run(
     )
 
 
-def metric_rows(shape: Shape, factor: float, done: int, steps: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def metric_rows(shape: Shape, factor: float, done: int, steps: int) -> list[Logged]:
+    rows: list[Logged] = []
     for step in sorted({1, *range(10, done + 1, 10)}) if done else []:
         norm = 12.0 * (shape.norm * factor / 12.0) ** (step / steps)
         ce = [60 * math.exp(-step / 40) + value for value in along(*shape.ce)]
@@ -177,7 +175,7 @@ def write_reproduction(folder: Path, conditions: dict[str, int], *, modern: tupl
         row = f"{name}{'' if recipe == 'paper' else '-modern'}-s{seed}"
         write_run(folder / "rows" / row, name, seed=seed, recipe=recipe)
         record = RowRecord(name=row, condition=name, recipe=recipe, seed=seed, state="finished", attempts=1)
-        write_record(folder / "rows" / row, replace(record, seconds={"training": 61.2}))
+        write_record(folder / "rows" / row / "row.json", replace(record, seconds={"training": 61.2}))
     paper = RecipeRecord(
         config=config_to_dict(apply_recipe(preset("demo"), "paper")),
         epochs=0.5,

@@ -10,25 +10,36 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from loopscope.auditing.activity import Lemma2, LoopActivity
 from loopscope.auditing.interventions import CLAMPED
 from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject, Variable
 from loopscope.config import Config
 from loopscope.files import write_json
-from loopscope.readings import CalibratedHalting, Exits, Gate, GatedLoop, RowRecord
-from loopscope.rows.ledger import write_record
+from loopscope.readings import CalibratedHalting, Exits, Gate, GatedLoop
+from loopscope.results.evaluation import SPLITS, Depth, Evaluation, Split, Throughput
+from loopscope.results.record import as_json, write_record
+from loopscope.results.run import (
+    Choice,
+    DataRecord,
+    GitState,
+    Logged,
+    LoggedEvaluation,
+    LoggedEvent,
+    LoggedStep,
+    Manifest,
+    RowRecord,
+    SplitSizes,
+)
 from loopscope.runs import RunFolder
-from loopscope.scores import SPLITS, Depth, Evaluation, Split
 
 
 def write_sample(
     folder: Path,
     config: Config,
     *,
-    metrics: Iterable[dict[str, Any]] = (),
-    manifest: dict[str, Any] | None = None,
+    metrics: Iterable[Logged] = (),
+    manifest: Manifest | None = None,
     evaluation: Evaluation | None = None,
     audit: AuditResult | None = None,
     untrained: AuditResult | None = None,
@@ -42,8 +53,8 @@ def write_sample(
     for row in metrics:
         run.append_metrics(row)
     if manifest is not None:
-        run.write_manifest(manifest)
-    evaluated = {} if evaluation is None else evaluation.to_json()
+        write_record(folder / "manifest.json", manifest)
+    evaluated = {} if evaluation is None else as_json(evaluation)
     audited = {} if audit is None else json.loads(json.dumps(audit.to_json()))
     if change is not None:
         change(evaluated, audited)
@@ -54,7 +65,7 @@ def write_sample(
         if content:
             write_json(folder / name, content)
     if record is not None:
-        write_record(folder, record)
+        write_record(folder / "row.json", record)
     return folder
 
 
@@ -74,8 +85,8 @@ def sample_evaluation(
         step=step,
         tokenizer="bpe",
         num_loops=num_loops,
-        splits={name: Split(depths, tokens=1000, bytes=3000) for name in SPLITS},
-        throughput={k: 50_000 / k for k in range(1, num_loops + 1)},
+        splits={name: Split(depths=depths, tokens=1000, bytes=3000) for name in SPLITS},
+        throughput=[Throughput(k, 50_000 / k) for k in range(1, num_loops + 1)],
         threads=1,
         device="cpu",
         unigram_ce=dict.fromkeys(SPLITS, unigram_ce),
@@ -191,53 +202,52 @@ FOUND = {"k": 1, "hidden": 1, "blind": 1} | dict.fromkeys(
 """What the search found at one loop."""
 
 
-def train_row(step: int, ce: list[float], norm: list[float], shares: list[float]) -> dict[str, Any]:
+def train_row(step: int, ce: list[float], norm: list[float], shares: list[float]) -> LoggedStep:
     """A line of metrics about a training step."""
-    return {
-        "kind": "train",
-        "step": step,
-        "loss": sum(ce) / len(ce),
-        "ce": ce,
-        "loops": list(range(1, len(ce) + 1)),
-        "norm": norm,
-        "radial_gradient_share": shares,
-        "terms": {},
-        "tenfold_charge": 0.0 if max(shares, default=1.0) < 1e-3 else 1.0,
-        "depth": len(ce),
-        "gradient_norm": 1.0,
-        "lr": 2e-3,
-        "tokens_per_second": 9e3,
-    }
+    return LoggedStep(
+        step=step,
+        loss=sum(ce) / len(ce),
+        ce=ce,
+        loops=list(range(1, len(ce) + 1)),
+        norm=norm,
+        radial_gradient_share=shares,
+        terms={},
+        tenfold_charge=0.0 if max(shares, default=1.0) < 1e-3 else 1.0,
+        depth=len(ce),
+        gradient_norm=1.0,
+        lr=2e-3,
+        tokens_per_second=9e3,
+    )
 
 
-def eval_row(step: int, ce: list[float], norm: list[float]) -> dict[str, Any]:
+def eval_row(step: int, ce: list[float], norm: list[float]) -> LoggedEvaluation:
     """A line of metrics about an evaluation."""
-    return {"kind": "eval", "step": step, "ce": ce, "norm": norm}
+    return LoggedEvaluation(step=step, ce=ce, norm=norm)
 
 
-def event_row(step: int, event: str, message: str) -> dict[str, Any]:
+def event_row(step: int, event: str, message: str) -> LoggedEvent:
     """A line of metrics about what a guard or a monitor did."""
-    return {"kind": "event", "step": step, "event": event, "message": message}
+    return LoggedEvent(step=step, event=event, message=message)
 
 
-def sample_manifest(command: list[str], seed: int) -> dict[str, Any]:
+def sample_manifest(command: list[str], seed: int) -> Manifest:
     """What a run folder says besides its configuration."""
-    return {
-        "command": command,
-        "versions": {"python": "3.11.7", "loopscope": "0.1.0", "torch": "2.13.0", "wandb": None},
-        "git": {"commit": "0123456789abcdef", "changed": False},
-        "system": "Linux 6.1 x86_64",
-        "threads": 1,
-        "world_size": 1,
-        "seed": seed,
-        "parameters": 172_288,
-        "choices": [{"name": "device", "value": "cpu", "reason": "no CUDA and no Apple GPU found"}],
-        "data": {
-            "corpus": "builtin",
-            "corpus_sha256": "54ddbc9e" * 8,
-            "tokenizer": "bpe",
-            "tokenizer_sha256": "7b" * 32,
-            "tokens": {"train": 90_000, "valid": 9_000},
-            "bytes": {"train": 200_000, "valid": 20_000},
-        },
-    }
+    return Manifest(
+        command=command,
+        versions={"python": "3.11.7", "loopscope": "0.1.0", "torch": "2.13.0", "wandb": None},
+        git=GitState(commit="0123456789abcdef", changed=False),
+        system="Linux 6.1 x86_64",
+        threads=1,
+        world_size=1,
+        seed=seed,
+        parameters=172_288,
+        choices=[Choice("device", "cpu", "no CUDA and no Apple GPU found")],
+        data=DataRecord(
+            corpus="builtin",
+            corpus_sha256="54ddbc9e" * 8,
+            tokenizer="bpe",
+            tokenizer_sha256="7b" * 32,
+            tokens=SplitSizes(train=90_000, valid=9_000),
+            bytes=SplitSizes(train=200_000, valid=20_000),
+        ),
+    )

@@ -18,7 +18,7 @@ from loopscope.designs import DESIGNS, Design
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import Part, write_json
 from loopscope.model.looped_lm import build
-from loopscope.readings import RowRecord
+from loopscope.results.run import RowRecord
 from loopscope.rows import probing
 from loopscope.rows.ledger import Ledger, is_complete
 from loopscope.rows.probe import PARTS, has_probe

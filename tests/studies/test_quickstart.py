@@ -12,6 +12,7 @@ from samples import eval_row, train_row
 
 from loopscope.cli import main
 from loopscope.readings import Run
+from loopscope.results.record import as_json
 from loopscope.results.thresholds import CLEAR
 from loopscope.rows.conditions import CONDITIONS, CORE
 from loopscope.runs import RunFolder
@@ -105,7 +106,7 @@ def samples_have_the_fields_of_a_real_run(real: Path, out: Path) -> None:
         assert names_in(ours) == names_in(theirs), name
     ours, theirs = (json.loads((folder / "grid.json").read_text()) for folder in (out, real))
     assert ours.keys() == theirs.keys() and ours["recipes"]["paper"].keys() == theirs["recipes"]["paper"].keys()
-    ours, theirs = (RunFolder(folder).read_metrics() for folder in (sample, real / "rows" / row))
+    ours, theirs = (as_json(RunFolder(folder).read_metrics()) for folder in (sample, real / "rows" / row))
     for kind in ("train", "eval"):
         assert len({frozenset(line) for line in (*ours, *theirs) if line["kind"] == kind}) == 1, kind
 

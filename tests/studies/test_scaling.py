@@ -203,7 +203,7 @@ def write_run(folder, *, width=16, loops=2, steps=10, loss=4.0, tokenizer="t", l
     )
     config = Config(model=model, training=TrainingConfig(steps=steps, batch=4))
     manifest = sample_manifest(["loopscope", "train"], 42)
-    manifest["data"] = {**manifest["data"], "tokenizer_sha256": tokenizer}
+    manifest = replace(manifest, data=replace(manifest.data, tokenizer_sha256=tokenizer))
     scores = [*[loss + 1.0] * (loops - 1), loss]
     rows = [eval_row(steps if logged is None else logged, scores, [1.0] * loops)]
     return write_sample(folder, config, metrics=rows, manifest=manifest)

@@ -69,7 +69,7 @@ def train_here(folder: Path, steps: int = 20) -> None:
 
 
 def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in RunFolder(folder).read_metrics() if row["kind"] == "train"]
+    return [row.loss for row in RunFolder(folder).read_metrics() if row.kind == "train"]
 
 
 @pytest.fixture(scope="module")

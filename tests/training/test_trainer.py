@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -21,6 +20,7 @@ from synthetic import CONFIG, RandomTokens, change, make_trainer, valid
 import loopscope as ls
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import RunError
+from loopscope.results.run import Logged
 from loopscope.runs import RunFolder
 from loopscope.targets import load, of_run
 from loopscope.training import checkpoint
@@ -73,7 +73,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, variant
     assert make_trainer(tmp_path / "whole", config).train() == "finished"
     for stop in (5, 9):  # off the save interval: a signal arrives in the middle of a step
         trainer = make_trainer(tmp_path / "parts", config)
-        trainer.listeners = (lambda row, s=stop: signal.raise_signal(signal.SIGINT) if row["step"] == s else None,)
+        trainer.listeners = (lambda row, s=stop: signal.raise_signal(signal.SIGINT) if row.step == s else None,)
         assert trainer.train() == "interrupted"
         torch.manual_seed(random.randrange(10**6))  # whatever else happened in between
     assert make_trainer(tmp_path / "parts", config).train() == "finished"
@@ -81,11 +81,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, variant
 
 
 def test_training_learns(tmp_path):
-    rows: list[dict] = []
+    rows: list[Logged] = []
     make_trainer(tmp_path, change(CONFIG, training={"steps": 60}), listeners=(rows.append,)).train()
-    ce = [row["ce"][-1] for row in rows if row["kind"] == "eval"]
+    ce = [row.ce[-1] for row in rows if row.kind == "eval"]
     assert ce[-1] < 0.7 * ce[0]
-    assert RunFolder(tmp_path).read_metrics() == json.loads(json.dumps(rows))
+    assert RunFolder(tmp_path).read_metrics() == rows
 
 
 @pytest.mark.parametrize("steps", [10, 11])
@@ -243,8 +243,8 @@ class Poisoned(RandomTokens):
         return super().batch(step, **where)
 
 
-def poisoned(tmp_path, steps: range, **fields) -> tuple[Trainer, list[dict]]:
-    rows: list[dict] = []
+def poisoned(tmp_path, steps: range, **fields) -> tuple[Trainer, list[Logged]]:
+    rows: list[Logged] = []
     config = change(CONFIG, training={"max_skips": 2, "max_rollbacks": 1, **fields})
     trainer = make_trainer(tmp_path, config, listeners=(rows.append,))
     trainer.stream = Poisoned(trainer, steps)
@@ -254,8 +254,8 @@ def poisoned(tmp_path, steps: range, **fields) -> tuple[Trainer, list[dict]]:
 def test_a_non_finite_step_is_skipped_and_leaves_weights_and_optimiser_untouched(tmp_path):
     trainer, rows = poisoned(tmp_path, range(5, 6), save_every=1, keep_last=99)
     assert trainer.train() == "finished"
-    (event,) = (row for row in rows if row["kind"] == "event")
-    assert event["event"] == "skip" and "the loss is inf" in event["message"]
+    (event,) = (row for row in rows if row.kind == "event")
+    assert event.event == "skip" and "the loss is inf" in event.message
     assert_identical(weights(tmp_path, 5), weights(tmp_path, 6))
     assert not torch.equal(weights(tmp_path, 6)["embedding.weight"], weights(tmp_path, 7)["embedding.weight"])
 
@@ -263,11 +263,11 @@ def test_a_non_finite_step_is_skipped_and_leaves_weights_and_optimiser_untouched
 def test_repeated_non_finite_steps_roll_back_with_half_the_learning_rate_then_stop(tmp_path):
     trainer, rows = poisoned(tmp_path, range(5, 100))
     assert trainer.train() == "stopped"
-    events = [row["event"] for row in rows if row["kind"] == "event"]
+    events = [row.event for row in rows if row.kind == "event"]
     assert events == ["skip", "skip", "rollback", "rolled-back", "skip", "skip", "stop"]
-    rolled_back = next(row for row in rows if row.get("event") == "rolled-back")
-    assert rolled_back["message"] == "rolled back to step 4, learning rate × 0.5 from here on"
-    assert "after 1 rollbacks" in rows[-1]["message"]
+    rolled_back = next(row for row in rows if row.kind == "event" and row.event == "rolled-back")
+    assert rolled_back.message == "rolled back to step 4, learning rate × 0.5 from here on"
+    assert "after 1 rollbacks" in rows[-1].message
     assert all(
         tensor.isfinite().all()
         for tensor in checkpoint.newest(tmp_path / "checkpoints", print).model_tensors().values()
@@ -278,7 +278,7 @@ def test_rollbacks_are_counted_across_rollbacks_to_the_same_checkpoint(tmp_path)
     """The checkpoint holds the count of its own time: taking it over would let the run go back for ever."""
     trainer, rows = poisoned(tmp_path, range(5, 100), max_rollbacks=3)
     assert trainer.train() == "stopped"
-    told = [row["message"] for row in rows if row.get("event") == "rolled-back"]
+    told = [row.message for row in rows if row.kind == "event" and row.event == "rolled-back"]
     assert [message.split(", ")[1] for message in told] == [
         f"learning rate × {factor} from here on" for factor in (0.5, 0.25, 0.125)
     ]
@@ -292,14 +292,14 @@ def blind(**training):
 
 @pytest.mark.parametrize("reaction", ["warn", "penalize", "stop"])
 def test_a_blind_spot_is_answered_as_configured(tmp_path, reaction):
-    rows: list[dict] = []
+    rows: list[Logged] = []
     trainer = make_trainer(tmp_path, blind(on_blind_spot=reaction), listeners=(rows.append,))
     outcome = trainer.train()
-    events = [row["event"] for row in rows if row["kind"] == "event"]
+    events = [row.event for row in rows if row.kind == "event"]
     assert events[0] == "blind-spot"
     assert outcome == ("stopped" if reaction == "stop" else "finished")
     assert ("penalty-on" in events) is (reaction == "penalize")
-    assert bool(rows[-2].get("terms") or rows[-3].get("terms")) is (reaction == "penalize")
+    assert any(row.terms for row in rows if row.kind == "train") is (reaction == "penalize")
     if reaction == "penalize":
         resumed = make_trainer(tmp_path, blind(on_blind_spot=reaction))
         assert resumed.step_module.objective.config.norm_penalty == 0.01

@@ -10,7 +10,7 @@ import torch
 
 import loopscope as ls
 from loopscope.auditing.survey import AuditOptions
-from loopscope.scores import Depth, Split
+from loopscope.results.evaluation import Depth, Split
 from loopscope.verbs.remedies import HELD_SCALE, Measured, judge
 
 WIDTH, LOOPS = 16, 3
@@ -34,7 +34,8 @@ def measured(audited):
         subject = replace(audited.model, supervised=list(supervised))
         audit = replace(audited, verdict=verdict, variables=variables, model=subject, summary=f"It is {verdict}.")
         each = [ce] * LOOPS if isinstance(ce, float) else ce
-        return Measured(audit, Split([Depth(k, each[k - 1], norm * k / LOOPS) for k in range(1, LOOPS + 1)], tokens=10))
+        depths = [Depth(k, each[k - 1], norm * k / LOOPS) for k in range(1, LOOPS + 1)]
+        return Measured(audit, Split(depths=depths, tokens=10))
 
     return make
 

@@ -64,7 +64,7 @@ def stopping_at(step: int):
     @contextmanager
     def watching(trainer):
         def press(row):
-            if row["step"] == step:
+            if row.step == step:
                 signal.raise_signal(signal.SIGINT)
 
         trainer.listeners = (*trainer.listeners, press)

@@ -15,7 +15,8 @@ from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig, co
 from loopscope.data.tasks import Hops
 from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import ConfigError
-from loopscope.scores import Answers, Depth, Evaluation, Split
+from loopscope.results.evaluation import Accuracy, Answers, Depth, Evaluation, Split
+from loopscope.results.record import load_record
 from loopscope.targets import Opened
 from loopscope.training import checkpoint
 from loopscope.verbs.remedies import remedied
@@ -95,22 +96,24 @@ def test_eval_json_keeps_the_table_and_joins_depths(tmp_path):
         result = ls.evaluate(tmp_path / "run", depths=depths, max_tokens=2200)
         path = result.keep()
     assert path is not None
-    kept = Evaluation.from_json(ls_part(path)).splits["valid"]
+    kept = load_record(path, Evaluation).splits["valid"]
     assert [row.steps for row in kept.answers] == [row.steps for row in result.measured.answers]
     assert all(sorted(row.accuracy) == [1, 2, 3, 4, 5] for row in kept.answers)
     assert sum(row.count or 0 for row in kept.answers) == kept.tokens == 200
 
 
-def ls_part(path: Path):
-    from loopscope.files import Part
+def right(steps: int, count: int, shares: dict[int, float]) -> Answers:
+    return Answers(steps, count, [Accuracy(k, share) for k, share in shares.items()])
 
-    return Part(json.loads(path.read_text()))
+
+def scored(ce: float, k: int, *answers: Answers) -> Split:
+    return Split(depths=[Depth(k, ce, 1.0)], tokens=10, bytes=10, answers=list(answers))
 
 
 def test_earlier_depths_of_the_same_text_stay_in_the_table():
-    before = Split([Depth(1, 2.0, 1.0)], 10, 10, [Answers(1, 6, {1: 0.5}), Answers(2, 4, {1: 0.0})])
-    now = Split([Depth(2, 1.0, 1.0)], 10, 10, [Answers(1, 6, {2: 1.0}), Answers(2, 4, {2: 0.25})])
-    assert now.joined(before).answers == [Answers(1, 6, {1: 0.5, 2: 1.0}), Answers(2, 4, {1: 0.0, 2: 0.25})]
+    before = scored(2.0, 1, right(1, 6, {1: 0.5}), right(2, 4, {1: 0.0}))
+    now = scored(1.0, 2, right(1, 6, {2: 1.0}), right(2, 4, {2: 0.25}))
+    assert now.joined(before).answers == [right(1, 6, {1: 0.5, 2: 1.0}), right(2, 4, {1: 0.0, 2: 0.25})]
 
 
 def test_cache_policies_are_not_compared_on_a_task(tmp_path):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from loopscope.auditing.exit_gap import ExitGap
-    from loopscope.scores import CacheTable, Timing
+    from loopscope.results.evaluation import CacheTable, Timing
     from loopscope.verbs.downstream import TaskEvaluation
     from loopscope.verbs.evaluation import EvaluationResult
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loopscope.cli.terminal import duration, say
+from loopscope.results.run import Logged, LoggedEvaluation, LoggedEvent, LoggedStep
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,35 +43,32 @@ class Watch:
         utilisation = [] if self.peak_tokens is None else [f"MFU {speed / self.peak_tokens:.2f}"]
         return ", ".join([f"{speed:,.0f} tokens/s", *utilisation, f"{left} left"])
 
-    def line(self, row: dict[str, Any]) -> str:
+    def line(self, row: Logged) -> str:
         """One line of text."""
-        if row["kind"] == "event":
-            return str(row["message"])
-        loops = f"CE {_each(row['ce'], '.3f')}, ‖h‖ {_each(row['norm'], '.3g')}"
-        if row["kind"] == "eval":
-            return f"step {row['step']}: validation {loops}"
-        shares = _each(row["radial_gradient_share"], ".1g")
+        if isinstance(row, LoggedEvent):
+            return row.message
+        loops = f"CE {_each(row.ce, '.3f')}, ‖h‖ {_each(row.norm, '.3g')}"
+        if isinstance(row, LoggedEvaluation):
+            return f"step {row.step}: validation {loops}"
+        shares = _each(row.radial_gradient_share, ".1g")
         return (
-            f"step {row['step']}/{self.steps}: loss {row['loss']:.4f}, {loops}, radial share {shares}, "
-            f"{self.rates(row['step'])}"
+            f"step {row.step}/{self.steps}: loss {row.loss:.4f}, {loops}, radial share {shares}, {self.rates(row.step)}"
         )
 
-    def table(self, train: dict[str, Any], evaluation: dict[str, Any] | None, events: list[str]) -> Table:
+    def table(self, train: LoggedStep, evaluation: LoggedEvaluation | None, events: list[str]) -> Table:
         """The live view."""
         from rich.table import Table
 
-        step = max(self.now(), train["step"])  # the row is as old as the last logged step, the run goes on
-        title = f"step {step}/{self.steps}   loss {train['loss']:.4f}   lr {train['lr']:.2g}   {self.rates(step)}"
+        step = max(self.now(), train.step)  # the row is as old as the last logged step, the run goes on
+        title = f"step {step}/{self.steps}   loss {train.loss:.4f}   lr {train.lr:.2g}   {self.rates(step)}"
         caption = "\n".join(events[-3:]) or None
         table = Table("loop", title=title, caption=caption, title_justify="left", caption_justify="left")
         for name in ("CE", "radial gradient share", "‖h‖", "validation CE"):
             table.add_column(name, justify="right")
-        supervised = dict(
-            zip(train["loops"], zip(train["ce"], train["radial_gradient_share"], strict=True), strict=True)
-        )
-        for k, norm in enumerate(train["norm"], start=1):
+        supervised = dict(zip(train.loops, zip(train.ce, train.radial_gradient_share, strict=True), strict=True))
+        for k, norm in enumerate(train.norm, start=1):
             ce, share = (f"{supervised[k][0]:.4f}", f"{supervised[k][1]:.1e}") if k in supervised else ("", "")
-            scored = [] if evaluation is None else evaluation["ce"]
+            scored = [] if evaluation is None else evaluation.ce
             table.add_row(str(k), ce, share, f"{norm:.4g}", f"{scored[k - 1]:.4f}" if k <= len(scored) else "")
         return table
 
@@ -101,25 +99,28 @@ def watching(trainer: Trainer) -> Iterator[None]:
     from rich.console import Console
     from rich.live import Live
 
-    rows: dict[str, dict[str, Any]] = {}
+    last: LoggedStep | None = None
+    scores: LoggedEvaluation | None = None
     events: list[str] = []
 
     def view() -> Table | str:
-        if "train" not in rows:
-            return f"step {watch.now() + 1}/{watch.steps}"
-        return watch.table(rows["train"], rows.get("eval"), events)
+        return f"step {watch.now() + 1}/{watch.steps}" if last is None else watch.table(last, scores, events)
 
-    def remember(row: dict[str, Any]) -> None:
-        if row["kind"] == "event":
-            events.append(row["message"])
-        rows[row["kind"]] = row
+    def remember(row: Logged) -> None:
+        nonlocal last, scores
+        if isinstance(row, LoggedEvent):
+            events.append(row.message)
+        elif isinstance(row, LoggedEvaluation):
+            scores = row
+        else:
+            last = row
 
     trainer.listeners = (*trainer.listeners, remember)
     with Live(get_renderable=view, console=Console(stderr=True), refresh_per_second=4):  # made anew at every refresh
         yield
 
 
-def _each(values: list[float], form: str) -> str:
+def _each(values: list[float | None], form: str) -> str:
     return " ".join(format(value, form) for value in values)
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from loopscope.readings import Run
+    from loopscope.results.evaluation import Depth
     from loopscope.rows.backends import Backend
-    from loopscope.scores import Depth
     from loopscope.studies.results import Results
 
 RETRIES = 1

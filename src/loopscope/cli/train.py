@@ -126,10 +126,9 @@ examples:
         if result.outcome == "interrupted":
             print_text("the same command goes on from there")
         if result.evaluation is not None:
-            for name, unit in (("ce", "nats per token"), ("norm", "mean ‖h_k‖")):
-                numbers = " ".join(
-                    "not finite" if value is None else f"{value:.4g}" for value in result.evaluation[name]
-                )
+            scores = result.evaluation
+            for name, unit, values in (("ce", "nats per token", scores.ce), ("norm", "mean ‖h_k‖", scores.norm)):
+                numbers = " ".join("not finite" if value is None else f"{value:.4g}" for value in values)
                 print_text(f"validation {name} after each loop ({unit}): {numbers}")
         if result.outcome == "finished":
             folder = shlex.quote(str(path))

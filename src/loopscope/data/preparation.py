@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from loopscope.config import Config, DataConfig
 from loopscope.data.corpora import Corpus, Split, open_corpus
@@ -14,6 +13,7 @@ from loopscope.data.packing import SplitTokens, pack
 from loopscope.data.tasks import TaskText
 from loopscope.data.tokenizers import MANIFEST_FILE, Tokenizer, check_vocabulary, fit_tokenizer, load_tokenizer
 from loopscope.errors import DataError
+from loopscope.results.run import DataRecord, SplitSizes
 
 Say = Callable[[str], None]
 REPORT_SECONDS = 5.0
@@ -29,17 +29,17 @@ class Prepared:
     train: SplitTokens
     valid: SplitTokens
 
-    def manifest(self) -> dict[str, Any]:
+    def record(self) -> DataRecord:
         """What a run's manifest keeps of its data."""
         endless = self.corpus.task is not None
-        return {
-            "corpus": self.corpus.name,
-            "corpus_sha256": self.corpus.sha256,
-            "tokenizer": self.tokenizer.kind,
-            "tokenizer_sha256": self.tokenizer.fingerprint,
-            "tokens": {"train": None if endless else len(self.train), "valid": len(self.valid)},
-            "bytes": {"train": None if endless else self.train.num_bytes, "valid": self.valid.num_bytes},
-        }
+        return DataRecord(
+            corpus=self.corpus.name,
+            corpus_sha256=self.corpus.sha256,
+            tokenizer=self.tokenizer.kind,
+            tokenizer_sha256=self.tokenizer.fingerprint,
+            tokens=SplitSizes(train=None if endless else len(self.train), valid=len(self.valid)),
+            bytes=SplitSizes(train=None if endless else self.train.num_bytes, valid=self.valid.num_bytes),
+        )
 
 
 def prepare(config: Config, tokenizer_folder: Path, say: Say) -> Prepared:

@@ -22,7 +22,7 @@ from loopscope.errors import ProtocolError
 from loopscope.inference.cache import CachePolicy
 from loopscope.inference.decoding import ALL_EXACT, CachedRunner, Policies, device_of
 from loopscope.protocol import Cached
-from loopscope.scores import PolicyCost
+from loopscope.results.evaluation import PolicyCost
 
 DECODE, PREFILL_TOO = "decode", "prefill and decode"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from loopscope.inference.decoding import CachedRunner, Limits, decode, runner_for
 from loopscope.protocol import LoopedModel
-from loopscope.scores import Timing
+from loopscope.results.evaluation import Timing
 
 ROUNDS = 7
 """Timed rounds; one more comes before them to warm up."""

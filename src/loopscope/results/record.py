@@ -25,6 +25,7 @@ from loopscope.errors import RunError
 from loopscope.files import (
     MOST_CHARACTERS,
     MOST_JSON_BYTES,
+    Part,
     Problems,
     read_bytes,
     read_limited,
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things: whole, and one that a tensor holds."""
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""A whole number that JSON can be written with."""
 Text = Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)]
 """A text that is shown; a file with a longer one is not ours."""
 
@@ -65,7 +68,7 @@ class Choice:
     """An automatic choice: what was chosen, its value, and why."""
 
     name: str
-    value: str | int | float | bool
+    value: str | Whole | float | bool
     reason: str
 
 
@@ -84,6 +87,27 @@ def encode(record: object) -> bytes:
 def text_of(record: object) -> str:
     """The same as its file holds it: indented, with a line end."""
     return msgspec.json.format(encode(record), indent=2).decode() + "\n"
+
+
+def as_json(record: object) -> Any:
+    """The same as `json` takes it: dictionaries, lists and numbers, NaN among them."""
+    return msgspec.to_builtins(record)
+
+
+def record_in(value: object, kind: type[T]) -> T | None:
+    """The record that a value of somebody else's JSON is; None where it is none."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def of_part(part: Part, kind: type[T]) -> T | None:
+    """The record in a part of a file that is not a record itself; None, and a misfit, where it is none."""
+    found = record_in(part.values, kind)
+    if found is None:
+        part.misfits.append(part.place)
+    return found
 
 
 def write_record(path: Path, record: Record) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from loopscope.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError, UnsupportedError
-from loopscope.rows.ledger import EXIT_GIVEN_UP, read_record
+from loopscope.rows.ledger import EXIT_GIVEN_UP, row_record
 from loopscope.rows.process import die_with_parent
 from loopscope.rows.spec import RowSpec
 
@@ -153,7 +153,7 @@ class _Torchrun(_Process):
         if code is None or code == EXIT_OK:
             return code
         ended = {"failed": EXIT_GIVEN_UP, "open": EXIT_INTERRUPTED}
-        return ended.get(str(read_record(self.folder).state), code)
+        return ended.get(str(row_record(self.folder).state), code)
 
 
 def launch(

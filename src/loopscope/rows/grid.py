@@ -24,7 +24,7 @@ from loopscope.errors import ConfigError, RunError
 from loopscope.files import write_atomically
 from loopscope.machine import provenance
 from loopscope.presets import preset
-from loopscope.results.record import load_record, write_record
+from loopscope.results.record import as_json, load_record, write_record
 from loopscope.results.reproduction import GRID, GridRecord, RecipeRecord
 from loopscope.rows.conditions import (
     CONDITIONS,
@@ -114,7 +114,7 @@ def lay_out(request: Request, out: Path, say: Say, base: Config | None = None, u
     with locked(out):
         _check_tokenizer(base, out)
         prepared = prepare(base, out / "tokenizer", say)
-    data = prepared.manifest() | _test_text(request, base, prepared, say)
+    data = as_json(prepared.record()) | _test_text(request, base, prepared, say)
     windows = _windows(base, prepared)
     steps = request.steps
     if steps is None:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
-from loopscope.files import Problems, parse_line, read_as, read_json, write_json
-from loopscope.readings import Audit, CalibratedHalting, Logged, RowRecord, RowState, last_logged
+from loopscope.files import Problems, read_as
+from loopscope.readings import Audit, CalibratedHalting
+from loopscope.results.evaluation import Evaluation
+from loopscope.results.record import read_record, write_record
+from loopscope.results.run import MANIFEST_FILE, ROW_FILE, LoggedStep, Manifest, RowRecord, RowState, last_step
 from loopscope.rows.probe import has_probe, told_problems
 from loopscope.rows.spec import RowSpec, first_difference
 from loopscope.runs import RunFolder
-from loopscope.scores import Evaluation
 
 EXIT_GIVEN_UP = 65
 """A row's process failed in a way that a retry would repeat."""
@@ -66,7 +68,7 @@ class Ledger:
     def status(self, spec: RowSpec) -> RowStatus:
         """Where a row is."""
         run = self.run(spec)
-        record = read_record(run.path)
+        record = row_record(run.path)
         state: RowState = "failed" if record.state == "failed" else "open"
         if is_complete(run.path, spec):
             state = "finished"
@@ -100,7 +102,7 @@ class Ledger:
         run = self.run(spec)
         try:
             with run.locked():
-                write_record(run.path, replace(read_record(run.path), state="failed", error=error))
+                write_record(run.path / ROW_FILE, replace(row_record(run.path), state="failed", error=error))
         except RunError:
             return
 
@@ -110,26 +112,21 @@ class Ledger:
         return path.read_text("utf-8", errors="replace").splitlines()[-lines:] if path.exists() else []
 
 
-def read_record(folder: Path) -> RowRecord:
-    """What can be read of row.json."""
-    return read_as(folder / "row.json", RowRecord.from_json, {}) or RowRecord()
-
-
-def write_record(folder: Path, record: RowRecord) -> None:
-    """Write row.json; only the holder of the row's lock may."""
-    write_json(folder / "row.json", record.to_json())
+def row_record(folder: Path) -> RowRecord:
+    """What row.json says; a damaged one says nothing."""
+    return read_record(folder / ROW_FILE, RowRecord, {}) or RowRecord()
 
 
 def is_complete(folder: Path, spec: RowSpec) -> bool:
     """Whether everything that is asked of a row is there."""
-    finished = read_record(folder).state == "finished" and is_measured(folder, spec)
+    finished = row_record(folder).state == "finished" and is_measured(folder, spec)
     calibrated = not spec.halting or is_calibrated(folder, spec)
     return finished and calibrated and (not spec.probe or has_probe(folder, spec.config.training.steps))
 
 
 def is_measured(folder: Path, spec: RowSpec) -> bool:
     """Whether it is evaluated and audited: then the row has been trained to its end, whatever became of its weights."""
-    evaluated = read_json(folder / "manifest.json", {}) is not None and is_evaluated(folder, spec)
+    evaluated = read_record(folder / MANIFEST_FILE, Manifest, {}) is not None and is_evaluated(folder, spec)
     return evaluated and (not spec.audit or is_audited(folder, spec))
 
 
@@ -141,11 +138,9 @@ def is_calibrated(folder: Path, spec: RowSpec) -> bool:
 
 
 def is_evaluated(folder: Path, spec: RowSpec) -> bool:
-    """Whether there is a whole eval.json of the row's last step; one of an older version has no unigram model."""
-    problems: Problems = {}
-    found = read_as(folder / "eval.json", Evaluation.from_json, problems)
-    whole = found is not None and not problems and bool(found.unigram_ce)
-    return found is not None and whole and found.step == spec.config.training.steps
+    """Whether there is an eval.json of the row's last step; what `loopscope eval` writes has no unigram model."""
+    found = read_record(folder / "eval.json", Evaluation, {})
+    return found is not None and bool(found.unigram_ce) and found.step == spec.config.training.steps
 
 
 def is_audited(folder: Path, spec: RowSpec) -> bool:
@@ -166,12 +161,10 @@ def has_audit(path: Path, step: int | None) -> bool:
     return found is not None and not problems and found.step == step and found.is_up_to_date
 
 
-def _last_step(path: Path) -> Logged | None:
+def _last_step(path: Path) -> LoggedStep | None:
     """The last whole line of metrics about a training step."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL), os.SEEK_SET)
-        lines = file.read().splitlines()
-    steps = (last_logged(parse_line(line)) for line in reversed(lines))
-    return next((step for step in steps if step is not None), None)
+        return last_step(reversed(file.read().splitlines()))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from loopscope.files import Part, Problems, read_as, without_nan
-from loopscope.scores import CacheTable
+from loopscope.results.evaluation import CacheTable
+from loopscope.results.record import as_json, of_part
 
 PROBE = "probe.json"
 SCHEMA_VERSION = 1
@@ -99,7 +100,7 @@ class Probe:
 
     def to_json(self) -> dict[str, Any]:
         """What probe.json holds."""
-        cache = None if self.cache is None else self.cache.to_json()
+        cache = as_json(self.cache)
         return without_nan({"schema_version": SCHEMA_VERSION, **asdict(self), "cache": cache})
 
     @classmethod
@@ -110,7 +111,7 @@ class Probe:
             step=part.integer("step"),
             motion=motion.as_a(Moves) if motion.values else None,
             exit_gap=Exit.from_json(exit_gap) if exit_gap.values else None,
-            cache=CacheTable.from_json(part.part("cache")),
+            cache=of_part(part.part("cache"), CacheTable) if part.part("cache").values else None,
             cost=cost.as_a(Cost) if cost.values else None,
             problems={name: told.text(name) for name in told.values},
         )

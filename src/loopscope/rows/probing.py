@@ -18,8 +18,8 @@ from loopscope.data.tasks import TaskText
 from loopscope.errors import LoopscopeError, UnsupportedError
 from loopscope.files import Part
 from loopscope.protocol import LoopedModel, run_loops
+from loopscope.results.evaluation import CacheTable
 from loopscope.rows.probe import Cost, Exit, Moves, Probe
-from loopscope.scores import CacheTable
 from loopscope.targets import Opened
 from loopscope.verbs.evaluation import evaluate
 from loopscope.verbs.text import tokens_for

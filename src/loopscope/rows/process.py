@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loopscope.errors import (
     EXIT_INTERRUPTED,
@@ -34,7 +34,10 @@ from loopscope.errors import (
 )
 from loopscope.files import folder_written_whole, write_json
 from loopscope.machine import limit_cpu_isa
-from loopscope.readings import CalibratedHalting, RowRecord
+from loopscope.readings import CalibratedHalting
+from loopscope.results.evaluation import Evaluation
+from loopscope.results.record import write_record
+from loopscope.results.run import ROW_FILE, Logged, LoggedEvent, RowRecord
 from loopscope.rows.ledger import (
     EXIT_GIVEN_UP,
     EXIT_TAKEN,
@@ -45,13 +48,11 @@ from loopscope.rows.ledger import (
     is_complete,
     is_evaluated,
     is_measured,
-    read_record,
-    write_record,
+    row_record,
 )
 from loopscope.rows.probe import AUDITS, PROBE, has_probe, told_problems
 from loopscope.rows.spec import EXTRA_LOOPS, RowSpec
 from loopscope.runs import RunFolder
-from loopscope.scores import Evaluation
 
 if TYPE_CHECKING:
     from loopscope.data.packing import SplitTokens
@@ -85,7 +86,7 @@ def main(folder: str, spec_json: str, wait: str) -> int:
 def _run_noting(spec: RowSpec, run: RunFolder) -> int:
     if is_complete(run.path, spec):
         return EXIT_OK
-    before = read_record(run.path)
+    before = row_record(run.path)
     record = RowRecord(
         name=spec.name,
         condition=spec.condition,
@@ -104,13 +105,13 @@ def _run_noting(spec: RowSpec, run: RunFolder) -> int:
         _run_stages(spec, run, record)
     except KeyboardInterrupt:
         say("interrupted")
-        write_record(run.path, replace(read_record(run.path), state="open"))
+        write_record(run.path / ROW_FILE, replace(row_record(run.path), state="open"))
         return EXIT_INTERRUPTED
     except LoopscopeError as error:
         say(f"error: {error}")
-        write_record(run.path, replace(read_record(run.path), state="failed", error=str(error)))
+        write_record(run.path / ROW_FILE, replace(row_record(run.path), state="failed", error=str(error)))
         return EXIT_GIVEN_UP
-    write_record(run.path, replace(read_record(run.path), stage=None, state="finished"))
+    write_record(run.path / ROW_FILE, replace(row_record(run.path), stage=None, state="finished"))
     return EXIT_OK
 
 
@@ -164,13 +165,13 @@ def _train_and_measure(spec: RowSpec, run: RunFolder, record: RowRecord) -> dict
 @contextmanager
 def _stage(run: RunFolder, record: RowRecord, name: str) -> Iterator[None]:
     """Note the stage, and add its seconds to those of earlier attempts, however it ends."""
-    write_record(run.path, replace(record, stage=name))
+    write_record(run.path / ROW_FILE, replace(record, stage=name))
     started = time.perf_counter()
     try:
         yield
     finally:
         record.seconds[name] = round(record.seconds.get(name, 0.0) + time.perf_counter() - started, 3)
-        write_record(run.path, replace(record, stage=name))
+        write_record(run.path / ROW_FILE, replace(record, stage=name))
 
 
 # --- the stages ------------------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
         threads=torch.get_num_threads(),
         device=setup.device,
     )
-    write_json(run.path / "eval.json", result.to_json())
+    write_record(run.path / "eval.json", result)
 
 
 def _splits(spec: RowSpec, opened: Opened) -> Iterator[tuple[str, SplitTokens]]:
@@ -336,11 +337,11 @@ def _copy_tokenizer(run: RunFolder) -> None:
             shutil.copytree(common, beside, dirs_exist_ok=True)
 
 
-def _line(row: dict[str, Any], steps: int) -> str:
-    if row["kind"] == "event":
-        return str(row["message"])
-    ce, norm = (" ".join(f"{value:.4g}" for value in row[name]) for name in ("ce", "norm"))
-    return f"{row['kind']} step {row['step']}/{steps}: CE {ce}, ‖h‖ {norm}"
+def _line(row: Logged, steps: int) -> str:
+    if isinstance(row, LoggedEvent):
+        return row.message
+    ce, norm = (" ".join(f"{value:.4g}" for value in values) for values in (row.ce, row.norm))
+    return f"{row.kind} step {row.step}/{steps}: CE {ce}, ‖h‖ {norm}"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopscope.config import changes_learning
-from loopscope.files import number, setting, words
+from loopscope.config import changes_learning, config_to_dict
+from loopscope.files import setting
 from loopscope.readings import Run
 from loopscope.rows.conditions import CONDITIONS, FACTORS, RECIPES
 from loopscope.show.numbers import ABSENT
@@ -82,7 +82,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def placement_of(run: Run) -> str:
     """Where its loss is placed."""
-    return words(run.setting("objective", "placement")) or "unknown loss"
+    return run.config.objective.placement if run.config else "unknown loss"
 
 
 def recipe_of(run: Run) -> str:
@@ -132,19 +132,21 @@ def compare(groups: Sequence[Group]) -> Factors:
 def _settings(run: Run) -> dict[str, str]:
     """All settings of a run by name, with what its manifest says of data and machine."""
     settings = {
-        f"{section}.{name}": setting(value) for section, part in run.config.items() for name, value in part.items()
+        f"{section}.{name}": setting(value)
+        for section, part in (config_to_dict(run.config) if run.config else {}).items()
+        for name, value in part.items()
     }
-    manifest, data, versions = run.manifest.values, run.manifest.part("data"), run.manifest.part("versions")
+    manifest = run.manifest
     extra = {
-        "parameters": manifest.get("parameters"),
-        "data.corpus_sha256": data.text("corpus_sha256")[:SHA_DIGITS] or None,
-        "data.tokenizer_sha256": run.tokenizer_sha256[:SHA_DIGITS] or None,
-        "machine.system": manifest.get("system"),
-        "machine.threads": manifest.get("threads"),
-        "machine.torch": versions.values.get("torch"),
-        "machine.loopscope": versions.values.get("loopscope"),
+        "parameters": manifest.parameters,
+        "data.corpus_sha256": manifest.data and manifest.data.corpus_sha256[:SHA_DIGITS],
+        "data.tokenizer_sha256": run.tokenizer_sha256[:SHA_DIGITS],
+        "machine.system": manifest.system,
+        "machine.threads": manifest.threads,
+        "machine.torch": manifest.versions.get("torch"),
+        "machine.loopscope": manifest.versions.get("loopscope"),
     }
-    return settings | {name: setting(value) for name, value in extra.items() if value is not None}
+    return settings | {name: setting(value) for name, value in extra.items() if value not in (None, "")}
 
 
 def _joined(values: list[str]) -> str:
@@ -160,23 +162,23 @@ def _kind(run: Run, penalties: set[float]) -> str:
     factors = tuple(
         run.setting("objective" if name in ("placement", "norm_penalty") else "model", name) for name in FACTORS
     )
-    title = KINDS.get(factors) if all(isinstance(factor, str | float | int) for factor in factors) else None
+    title = KINDS.get(factors)
     if title is not None and len(penalties) <= 1:
         return title
-    readout = words(run.setting("model", "readout")) or "unknown readout"
+    readout = run.setting("model", "readout") or "unknown readout"
     parts = [NAMED["readout"].get(readout, readout)]
-    if penalty := number(run.setting("objective", "norm_penalty")):
+    if penalty := run.setting("objective", "norm_penalty"):
         parts.append(f"penalty {penalty:g}")
-    if anchor := number(run.setting("objective", "scale_anchor")):
+    if anchor := run.setting("objective", "scale_anchor"):
         parts.append(f"anchor {anchor:g}")
-    if (words(run.setting("model", "inter_loop_norm")) or "none") != "none":
+    if (run.setting("model", "inter_loop_norm") or "none") != "none":
         parts.append("inter-loop norm")
     return " + ".join(parts)
 
 
 def _penalties(runs: Sequence[Run]) -> set[float]:
-    found = {number(run.setting("objective", "norm_penalty")) for run in runs}
-    return {penalty for penalty in found if penalty}
+    found = {run.config.objective.norm_penalty for run in runs if run.config}
+    return found - {0.0}
 
 
 def _variants(runs: Sequence[Run]) -> list[str]:
@@ -199,7 +201,8 @@ def _variants(runs: Sequence[Run]) -> list[str]:
 
 
 def _others(run: Run, told: set[str]) -> dict[str, str]:
-    fields: dict[str, Any] = {name: value for part in run.config.values() for name, value in part.items()}
+    parts = config_to_dict(run.config).values() if run.config else ()
+    fields: dict[str, Any] = {name: value for part in parts for name, value in part.items()}
     return {name: setting(value) for name, value in fields.items() if changes_learning(name) and name not in told}
 
 

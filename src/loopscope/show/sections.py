@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
 
-import yaml
-
-from loopscope.files import number, setting, words
-from loopscope.readings import Audit, Event, Push, Run, Variable, driven_by_training, free_to_grow
+from loopscope.config import config_to_yaml
+from loopscope.files import setting, words
+from loopscope.readings import Audit, Push, Run, Variable, driven_by_training, free_to_grow
 from loopscope.results.reproduction import FAILS, HOLDS, Judgement, Measured, Reproduction
+from loopscope.results.run import LoggedEvent
 from loopscope.show.grouping import Group
 from loopscope.show.numbers import ABSENT, fold, percent, plain, signed
 from loopscope.show.series import each_run
@@ -289,57 +289,51 @@ def run_views(groups: Sequence[Group]) -> list[RunView]:
 
 def _run_view(group: Group, run: Run) -> RunView:
     manifest = run.manifest
-    versions = manifest.part("versions").values
     events = [_event(row) for row in run.events]
     more = [f"… and {len(events) - MOST_EVENTS} more before these"] if len(events) > MOST_EVENTS else []
     return RunView(
         group=group,
         run=run,
-        command=command_line(manifest.texts("command")),
-        config=yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else "",
+        command=command_line(manifest.command),
+        config=config_to_yaml(run.config) if run.config else "",
         facts=[(name, value) for name, value in _facts(run) if value],
-        versions=", ".join(f"{name} {words(value)}" for name, value in versions.items() if value),
+        versions=", ".join(f"{name} {value}" for name, value in manifest.versions.items() if value),
         choices=Table(
             "Every automatic choice with its reason",
             ["choice", "value", "reason"],
-            [
-                [row.text("name"), setting(row.values.get("value")), row.text("reason")]
-                for row in manifest.parts("choices")
-            ],
+            [[choice.name, setting(choice.value), words(choice.reason)] for choice in manifest.choices],
         ),
         events=[*more, *events[-MOST_EVENTS:]],
     )
 
 
-def _event(event: Event) -> str:
+def _event(event: LoggedEvent) -> str:
     """`step 20, blind-spot: ‖h_K‖ is 557`; most messages name their step themselves."""
-    step = f"step {words(event.step)}"
+    step = f"step {event.step}"
     return f"{step}, {event.event}: {event.message.removeprefix(f'{step}: ')}"
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    manifest, data, git = run.manifest.values, run.manifest.part("data"), run.manifest.part("git")
+    manifest, data, git = run.manifest, run.manifest.data, run.manifest.git
     scores = " ".join(plain(depth.ce) for depth in run.depths[:MOST_DEPTHS])
     norms = " ".join(plain(depth.norm) for depth in run.depths[:MOST_DEPTHS])
     where = f" ({run.depths_from})" if scores else ""
-    changed = " with uncommitted changes" if git.values.get("changed") else ""
+    changed = " with uncommitted changes" if git and git.changed else ""
     seconds = list(run.row.seconds.values()) if run.row else []
     attempts = run.row.attempts if run.row else 0
     return [
         ("folder", run.folder),
         ("seed", words(run.seed)),
-        ("parameters", plain(number(manifest.get("parameters"))) if manifest.get("parameters") else ""),
+        ("parameters", plain(manifest.parameters) if manifest.parameters else ""),
         (f"CE after each loop{where}", scores),
         (f"norm after each loop{where}", norms),
         ("tokenizer", run.tokenizer),
-        ("data", " ".join(part for part in (data.text("corpus"), data.text("corpus_sha256")[:16]) if part)),
-        ("git", git.text("commit")[:12] + changed if git.text("commit") else ""),
-        ("system", words(manifest.get("system"))),
+        ("data", f"{data.corpus} {data.corpus_sha256[:16]}".strip() if data else ""),
+        ("git", git.commit[:12] + changed if git else ""),
+        ("system", manifest.system),
         (
             "threads × processes",
-            f"{words(manifest.get('threads'))} × {words(manifest.get('world_size'))}"
-            if manifest.get("threads")
-            else "",
+            f"{manifest.threads} × {manifest.world_size or ''}" if manifest.threads else "",
         ),
         ("attempts", str(attempts) if attempts > 1 else ""),
         ("time", f"{sum(seconds):,.0f} s" if seconds else ""),
@@ -350,7 +344,7 @@ def command_line(command: Sequence[str]) -> str:
     """A command as one would type it; where the program lay on somebody's disk is left out."""
     if not command:
         return ""
-    first, *rest = command
+    first, *rest = map(words, command)
     name = PurePath(first).name
     return shlex.join(["loopscope" if name in ("__main__.py", "loopscope") else name, *rest])
 

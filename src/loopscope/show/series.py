@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from loopscope.readings import AuditedLoop, Logged, Run, alpha_changes, shares_by_loop
-from loopscope.scores import Depth, Split
+from loopscope.readings import AuditedLoop, Run, alpha_changes, shares_by_loop
+from loopscope.results.evaluation import Depth, Split
+from loopscope.results.run import LoggedStep
 from loopscope.show.charts import Line
 from loopscope.show.grouping import Group
 from loopscope.show.numbers import plain
@@ -35,7 +36,7 @@ def at_depths(of: OfDepth) -> Callable[[Run], Points]:
     return lambda run: [(depth.k, of(depth)) for depth in run.depths]
 
 
-def while_training(of: Callable[[Logged], float | None]) -> Callable[[Run], Points]:
+def while_training(of: Callable[[LoggedStep], float | None]) -> Callable[[Run], Points]:
     """A quantity that training logs, by step."""
     return lambda run: [(row.step, of(row)) for row in run.train]
 
@@ -82,7 +83,7 @@ def splits_table(groups: Sequence[Group], name: str, of: OfDepth) -> Table:
     measures: dict[str, OfDepth] = {name: of, "bits per byte": lambda depth: depth.bits_per_byte}
     rows = []
     for group, run in each_run(groups):
-        for split, scores in (run.splits or {run.depths_from: Split(run.depths)}).items():
+        for split, scores in (run.splits or {run.depths_from: Split(depths=run.depths)}).items():
             at = {depth.k: depth for depth in scores.depths}
             for measure, take in measures.items():
                 values = [take(at[k]) if k in at else None for k in ks]

@@ -17,9 +17,10 @@ from loopscope.errors import RunError
 from loopscope.files import Part, Problems, read_as, without_nan, write_json
 from loopscope.machine import provenance
 from loopscope.readings import Audit, Run, Variable, read_run
+from loopscope.results.evaluation import Beyond, Split, beyond
+from loopscope.results.record import as_json, of_part
 from loopscope.results.thresholds import FURTHEST
 from loopscope.rows.probe import Probe, read_probe
-from loopscope.scores import Beyond, Split, beyond
 
 SCHEMA_VERSION = 1
 FILE = "atlas.json"
@@ -258,7 +259,7 @@ class Entry:
             **plain,
             "recipe": self.setting.recipe,
             "text": self.setting.text,
-            "scores": None if self.scores is None else self.scores.to_json(),
+            "scores": as_json(self.scores),
             "untrained": None if self.untrained is None else asdict(self.untrained),
             "trained": None if self.trained is None else asdict(self.trained),
             "probe": None if self.probe is None else self.probe.to_json(),
@@ -277,7 +278,7 @@ class Entry:
         return part.as_a(
             cls,
             setting=Setting(part.text("recipe"), part.text("text")),
-            scores=Split.from_json(scores) if scores.values else None,
+            scores=of_part(scores, Split) if scores.values else None,
             untrained=Audited.from_json(part.part("untrained")),
             trained=Audited.from_json(part.part("trained")),
             probe=Probe.from_json(probe) if probe.values else None,

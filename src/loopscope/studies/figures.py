@@ -216,7 +216,8 @@ def frontier(view: View) -> Figure | None:
     So every condition stands at the same throughput, the median over all rows.
     """
     names = [name for name in view.conditions() if CONDITIONS[name].placement == "per-loop"]
-    timed = [row.evaluation.throughput for row in view.rows if row.evaluation and row.evaluation.throughput]
+    evaluations = [row.evaluation for row in view.rows if row.evaluation and row.evaluation.throughput]
+    timed = [{each.k: each.tokens_per_second for each in found.throughput} for found in evaluations]
     if not names or not timed:
         return None
     figure, (axes,) = new_figure()

@@ -94,7 +94,7 @@ def check_ouro(
     if not record.throughput:
         say("throughput, all depths in turns")
         rates = throughput(model, opened.vocab_size, length, asked.depths, batch=batch, progress=progress)
-        speeds = [Speed(k=k, tokens_per_second=rate) for k, rate in rates.items()]
+        speeds = [Speed(k=each.k, tokens_per_second=each.tokens_per_second) for each in rates]
         record = replace(record, throughput=speeds).write(out)
     if record.states is None:
         say(f"states of {asked.sweep_tokens:,} tokens: α-sweep, radial gradient, norms, exit gate")

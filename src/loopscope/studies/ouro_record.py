@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from loopscope.errors import RunError
 from loopscope.files import Part, Problems, read_as, without_nan, write_json
-from loopscope.scores import Split
+from loopscope.results.evaluation import Split
+from loopscope.results.record import as_json, of_part
 
 SCHEMA_VERSION = 1
 FILE = "ouro.json"
@@ -209,7 +210,7 @@ class OuroRecord:
 
     def to_json(self) -> dict[str, Any]:
         """What the file holds."""
-        plain = {**asdict(self), "depths": None if self.depths is None else self.depths.to_json()}
+        plain = {**asdict(self), "depths": as_json(self.depths)}
         return without_nan({"schema_version": SCHEMA_VERSION, **plain, "verdict": self.verdict})
 
     @classmethod
@@ -220,7 +221,7 @@ class OuroRecord:
             cls,
             asked=part.part("asked").as_a(Asked, depths=part.part("asked").integers("depths")),
             subject=part.part("subject").as_a(Subject),
-            depths=Split.from_json(part.part("depths")) if "depths" in there else None,
+            depths=of_part(part.part("depths"), Split) if "depths" in there else None,
             throughput=[row.as_a(Speed, k=k) for k, row in part.by_number("throughput").items()],
             states=States.from_json(part.part("states")) if "states" in there else None,
             gate=Gate.from_json(part.part("gate")) if "gate" in there else None,

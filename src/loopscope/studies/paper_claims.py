@@ -25,9 +25,9 @@ from loopscope.readings import (
     perplexity_at,
     radial_clamps,
 )
+from loopscope.results.evaluation import SPLITS
 from loopscope.results.reproduction import ClaimsRecord, PaperValue
 from loopscope.results.thresholds import CLEAR, LINEAR_BELOW
-from loopscope.scores import SPLITS
 from loopscope.studies.claims import RESAMPLES, Bound, Claim, Evidence, Quantity, bootstrap
 from loopscope.studies.results import Results, View
 

@@ -25,7 +25,7 @@ def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, ClaimsRecor
             f"{out} has rows of `loopscope reproduce {OURO_TRAIN}`, of which no claim speaks; give that again"
         )
     if results.rows:
-        update_differences(out, bf16=any(row.choice("autocast") == "bfloat16" for row in results.rows))
+        update_differences(out, bf16=any(row.manifest.choice("autocast") == "bfloat16" for row in results.rows))
         results = replace(results, grid=read_grid(out))
     for note in results.notes:
         say(note)

@@ -6,12 +6,11 @@ A finished row with a damaged file is refused, by the name of the file and with 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from loopscope.config import config_from_dict, config_to_dict
-from loopscope.errors import ConfigError, RunError
+from loopscope.errors import RunError
 from loopscope.readings import Measure, Run, read_run
 from loopscope.results.reproduction import GridRecord
 from loopscope.rows.conditions import CONDITIONS, Recipe
@@ -100,7 +99,7 @@ def read_results(out: Path) -> Results:
 
 
 def _checked(run: Run) -> Run:
-    """A finished row with its configuration resolved, unless a file that it needs is missing or damaged."""
+    """A finished row, unless a file that it needs is missing or damaged."""
     seed = run.row.seed if run.row else None
     if run.condition not in CONDITIONS or run.recipe not in get_args(Recipe) or seed is None:
         raise RunError(f"{run.folder}/row.json names no condition, recipe and seed that loopscope knows; {REPAIR}")
@@ -114,10 +113,7 @@ def _checked(run: Run) -> Run:
     for name, audit in audits.items():
         is_whole = audit is None or (audit.verdict and audit.loops)
         _refuse(run, name, "" if is_whole else "has no verdict or no loops")
-    try:
-        return replace(run, config=config_to_dict(config_from_dict(run.config)))
-    except ConfigError as error:
-        raise RunError(f"{run.folder}/config.yaml: {error}; {REPAIR}") from error
+    return run
 
 
 def _refuse(run: Run, name: str, missing: str) -> None:

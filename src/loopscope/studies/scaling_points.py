@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loopscope.config import config_from_dict
 from loopscope.errors import ConfigError, DataError
 from loopscope.model.attention import ValueEmbedding
 from loopscope.model.looped_lm import LoopedLM, build
@@ -28,7 +27,9 @@ def points_of(runs: Sequence[Run]) -> tuple[list[Point], list[str]]:
             left_out.append(f"{run.name} is left out: {point}")
             continue
         points.append(point)
-        read_in.setdefault((run.manifest.part("data").text("corpus_sha256"), run.tokenizer_sha256), run.name)
+        read_in.setdefault(
+            (run.manifest.data.corpus_sha256 if run.manifest.data else "", run.tokenizer_sha256), run.name
+        )
     if len(read_in) > 1:
         first, other = list(read_in.values())[:2]
         raise DataError(
@@ -40,8 +41,9 @@ def points_of(runs: Sequence[Run]) -> tuple[list[Point], list[str]]:
 def _point(run: Run) -> Point | str:
     """The point of a run, or why there is none."""
     try:
-        config = config_from_dict(run.config)
-        design = config.design("a law of loops")
+        if run.config is None:
+            return f"config.yaml {run.problems.get('config.yaml', 'is not there')}"
+        design = run.config.design("a law of loops")
     except ConfigError as error:
         return str(error)
     full = run.depth(run.num_loops)
@@ -55,7 +57,7 @@ def _point(run: Run) -> Point | str:
         loops=design.num_loops,
         once=once,
         recurrent=recurrent,
-        tokens=run.step * config.training.batch * config.sequence_length,
+        tokens=run.step * run.config.training.batch * run.config.sequence_length,
         loss=full.ce,
         depths=tuple((depth.k, depth.ce) for depth in run.depths if depth.ce is not None),
     )

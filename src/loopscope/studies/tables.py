@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from loopscope.config import changes_learning
+from loopscope.config import changes_learning, config_to_dict
 from loopscope.readings import (
     Audit,
     AuditedLoop,
@@ -287,7 +287,8 @@ def fixed_and_varied_table(view: View) -> Table:
     """Every field of the resolved configurations: what varied, by condition, and what was fixed."""
     values: dict[str, dict[str, list[Run]]] = {}
     for row in view.rows:
-        for section, fields in row.config.items():
+        assert row.config is not None, "a row without is refused"
+        for section, fields in config_to_dict(row.config).items():
             for name, value in fields.items():
                 values.setdefault(f"{section}.{name}", {}).setdefault(_plain(name, value), []).append(row)
     varied = {field: found for field, found in values.items() if len(found) > 1}

@@ -1,4 +1,4 @@
-"""Scores after each loop of a model: cross-entropy and norm, each token once; `loopscope.scores` keeps them.
+"""Scores after each loop of a model: cross-entropy and norm, each token once; `results.evaluation` keeps them.
 
 Shape legend: B batch, T tokens, N = B·T, K loops, D width.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from loopscope.errors import DataError
 from loopscope.objectives.cross_entropy import IGNORE_INDEX, logits_cross_entropy, multi_readout_cross_entropy
 from loopscope.protocol import LinearReadout, LoopedModel, LoopTrace, run_loops
-from loopscope.scores import Answers, Depth, Split
+from loopscope.results.evaluation import Accuracy, Answers, Depth, Split
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def evaluate_depths(
     if tokens == 0:
         raise DataError("there is no text to evaluate on")
     rows = zip((ce_K / tokens).tolist(), (norm_K / tokens).tolist(), strict=True)
-    return Split([Depth(k, ce, norm) for k, (ce, norm) in enumerate(rows, start=1)], tokens)
+    return Split(depths=[Depth(k, ce, norm) for k, (ce, norm) in enumerate(rows, start=1)], tokens=tokens)
 
 
 def score_answers(
@@ -80,6 +80,6 @@ def score_answers(
             for needed, hit in zip(steps, hits_BT[answers_BT].tolist(), strict=True):
                 right[needed, k] += hit
     return [
-        Answers(steps, count, {k: right[steps, k] / count for k in range(1, num_loops + 1)})
+        Answers(steps, count, [Accuracy(k, right[steps, k] / count) for k in range(1, num_loops + 1)])
         for steps, count in sorted(counts.items())
     ]

@@ -5,12 +5,11 @@ Decides what a resume may change, and what the manifest says.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import torch
 
 from loopscope.config import Config, TrainingConfig, changes_learning, config_to_dict
 from loopscope.errors import RunError, UnsupportedError
-from loopscope.files import Part, read_as
 from loopscope.machine import automatic_choices, choose_device, git_state, resolve_compile, versions
-from loopscope.results.record import Choice
+from loopscope.results.record import Choice, read_record
+from loopscope.results.run import MANIFEST_FILE, DataRecord, EarlierText, GitState, Manifest
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from loopscope.training.trackers import check_installed
@@ -44,7 +43,7 @@ class Setup:
     def without(self, name: str, reason: str) -> Setup:
         """The same with something switched off that the machine could do."""
         choices = [Choice(name, False, reason) if choice.name == name else choice for choice in self.choices]
-        return dataclasses.replace(self, choices=choices)
+        return replace(self, choices=choices)
 
 
 def set_up(training: TrainingConfig | None = None) -> Setup:
@@ -85,30 +84,13 @@ def check_resume(run: RunFolder, config: Config) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class DataRecord:
-    """What a run's manifest says of the data it was trained on."""
-
-    corpus: str
-    corpus_sha256: str
-    tokenizer_sha256: str
-    earlier: list[dict[str, Any]]
-    """Text that the run left behind under --allow-new-data: corpus, corpus_sha256 and until_step."""
-
-
 def read_data_record(run: Path) -> DataRecord | None:
-    """The record in a run's manifest.json; None where it cannot be read."""
-
-    def take(manifest: Part) -> DataRecord:
-        data = manifest.part("data")
-        return data.as_a(DataRecord, earlier=[part.values for part in data.parts("earlier")])
-
-    return read_as(run / "manifest.json", take, {})
+    """What a run's manifest.json says of its text; None where it cannot be read."""
+    manifest = read_record(run / MANIFEST_FILE, Manifest, {})
+    return None if manifest is None else manifest.data
 
 
-def continue_data(
-    found: checkpoint.Checkpoint, data: dict[str, Any], say: Say, *, allow_new: bool = False
-) -> dict[str, Any]:
+def continue_data(found: checkpoint.Checkpoint, data: DataRecord, say: Say, *, allow_new: bool = False) -> DataRecord:
     """The manifest's data of a resumed run: refused when the text is not that of the steps before.
 
     `allow_new` goes on with other text and keeps on record what the steps before were trained on. Another tokenizer is
@@ -123,24 +105,24 @@ def continue_data(
                 "restore the file, choose another --out, or go on with this text by --allow-new-data"
             )
         say(f"what {run} was trained on up to step {found.step} is not known")
-        return {**data, "earlier": [{"corpus": "", "corpus_sha256": "", "until_step": found.step}]}
-    if before.tokenizer_sha256 and before.tokenizer_sha256 != data["tokenizer_sha256"]:
+        return replace(data, earlier=[EarlierText(corpus="", corpus_sha256="", until_step=found.step)])
+    if before.tokenizer_sha256 and before.tokenizer_sha256 != data.tokenizer_sha256:
         raise RunError(
             f"{run} was trained with a tokenizer of SHA-256 {before.tokenizer_sha256}, and this one has "
-            f"{data['tokenizer_sha256']}; choose another --out"
+            f"{data.tokenizer_sha256}; choose another --out"
         )
     earlier = before.earlier
-    if before.corpus_sha256 != data["corpus_sha256"]:
-        hashes = f"{before.corpus_sha256}, and its sources (training and validation) now have {data['corpus_sha256']}"
+    if before.corpus_sha256 != data.corpus_sha256:
+        hashes = f"{before.corpus_sha256}, and its sources (training and validation) now have {data.corpus_sha256}"
         if not allow_new:
             raise RunError(
                 f"{run} was trained on text of SHA-256 {hashes}; restore the text, choose another --out, or go on "
                 "with the new text by --allow-new-data"
             )
         say(f"new text from step {found.step + 1} on: the text before had SHA-256 {hashes}")
-        left = {"corpus": before.corpus, "corpus_sha256": before.corpus_sha256, "until_step": found.step}
+        left = EarlierText(corpus=before.corpus, corpus_sha256=before.corpus_sha256, until_step=found.step)
         earlier = [*earlier, left]
-    return {**data, "earlier": earlier} if earlier else data
+    return replace(data, earlier=earlier)
 
 
 def find_checkpoint(run: RunFolder, resume: str, say: Say) -> checkpoint.Checkpoint | None:
@@ -178,17 +160,18 @@ def run_of(path: Path) -> RunFolder:
     return RunFolder(checkpoint_path(path).parent.parent)
 
 
-def manifest(config: Config, setup: Setup, data: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
+def manifest(config: Config, setup: Setup, data: DataRecord, trainer: Trainer) -> Manifest:
     """What a reader of the run folder needs to know besides the configuration."""
-    return {
-        "command": sys.argv,
-        "versions": versions(),
-        "git": git_state(Path.cwd()),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "threads": torch.get_num_threads(),
-        "world_size": trainer.ranks.world_size,
-        "seed": config.training.seed,
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "choices": [dataclasses.asdict(choice) for choice in setup.choices],
-        "data": data,
-    }
+    git = git_state(Path.cwd())
+    return Manifest(
+        command=sys.argv,
+        versions=versions(),
+        git=None if git is None else GitState(**git),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        threads=torch.get_num_threads(),
+        world_size=trainer.ranks.world_size,
+        seed=config.training.seed,
+        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+        choices=setup.choices,
+        data=data,
+    )

@@ -28,13 +28,15 @@ from loopscope.config import PAPER_PENALTY, Config, ModelConfig
 from loopscope.errors import RunError
 from loopscope.objectives.placement import Objective, exit_weights, sample_depth
 from loopscope.protocol import ExitGate, Scheduled, SharedCore
+from loopscope.results.evaluation import Depth
+from loopscope.results.run import Logged, LoggedEvaluation, LoggedEvent, LoggedStep
 from loopscope.runs import RunFolder
-from loopscope.scores import Depth
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, spread
 from loopscope.training.guard import StepGuard, Verdict
 from loopscope.training.optimizers import Optimizers, clip_gradients, learning_rate
 from loopscope.training.scores import evaluate_depths, score_batch
+from loopscope.training.trackers import Listener
 
 Outcome = Literal["finished", "interrupted", "stopped"]
 Batch = tuple[Tensor, Tensor]
@@ -83,9 +85,6 @@ class Progress:
     penalty_on: bool = False
     best_ce: float | None = None
     best_step: int | None = None
-
-
-Listener = Callable[[dict[str, Any]], None]
 
 
 class Trainer:
@@ -282,8 +281,7 @@ class Trainer:
         assert ce is not None
         if math.isfinite(ce) and (self.progress.best_ce is None or ce < self.progress.best_ce):
             self.progress.best_ce, self.progress.best_step = ce, step
-        row = {"kind": "eval", "step": step, "ce": [s.ce for s in scores], "norm": [s.norm for s in scores]}
-        self._tell(row)
+        self._tell(LoggedEvaluation(step=step, ce=[each.ce for each in scores], norm=[each.norm for each in scores]))
         return scores
 
     def _score(self, ids_BT: Tensor, targets_BT: Tensor, num_loops: int) -> Any:
@@ -349,27 +347,26 @@ class Trainer:
     def _log(self, step: int, loss: float, gradient_norm: float, seen: dict[str, Any], seconds: float) -> None:
         tokens = self.config.training.batch * self.config.sequence_length
         self._tell(
-            {
-                "kind": "train",
-                "step": step,
-                "loss": loss,
-                "ce": seen["ce"].tolist(),
-                "loops": seen["loops"],
-                "norm": seen["norm"].tolist(),
-                "radial_gradient_share": list(seen["reading"].shares.values()),
-                "terms": {name: term.item() for name, term in seen["terms"].items()},
-                "tenfold_charge": seen["reading"].charge,
-                "depth": seen["depth"],
-                "gradient_norm": gradient_norm,
-                "lr": learning_rate(self.config.training, step - 1) * self.guard.lr_factor,
-                "tokens_per_second": tokens / seconds,
-            }
+            LoggedStep(
+                step=step,
+                loss=loss,
+                ce=seen["ce"].tolist(),
+                loops=list(seen["loops"]),
+                norm=seen["norm"].tolist(),
+                radial_gradient_share=list(seen["reading"].shares.values()),
+                terms={name: term.item() for name, term in seen["terms"].items()},
+                tenfold_charge=seen["reading"].charge,
+                depth=seen["depth"],
+                gradient_norm=gradient_norm,
+                lr=learning_rate(self.config.training, step - 1) * self.guard.lr_factor,
+                tokens_per_second=tokens / seconds,
+            )
         )
 
     def _tell_event(self, step: int, event: str, message: str) -> None:
-        self._tell({"kind": "event", "step": step, "event": event, "message": message})
+        self._tell(LoggedEvent(step=step, event=event, message=message))
 
-    def _tell(self, row: dict[str, Any]) -> None:
+    def _tell(self, row: Logged) -> None:
         if not self.ranks.is_first:
             return
         self.run_folder.append_metrics(row)

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from loopscope.config import Config, ModelConfig
 from loopscope.files import Part, read_as, without_nan
 from loopscope.readings import Audit, driven_by_training
-from loopscope.scores import Evaluation, Split
+from loopscope.results.evaluation import Evaluation, Split
+from loopscope.results.record import read_record
+from loopscope.results.run import DataRecord
 from loopscope.show.numbers import fold
 
 ESSENTIAL = ("vocab_size", "width", "num_layers", "num_loops", "prelude_layers", "coda_layers", "num_heads", "readout")
@@ -29,8 +30,8 @@ class Card:
     config: Config | None
     """How it was trained, where that is known."""
     step: int | None
-    text: dict[str, Any]
-    """What the manifest says of its text; empty where nobody does."""
+    text: DataRecord | None
+    """What the manifest says of its text."""
     audit: Audit | None
     evaluation: Evaluation | None
     policy: Policy | None
@@ -81,11 +82,11 @@ class Card:
                 f"{training.lr:g} ({training.schedule}), {training.batch} sequences of "
                 f"{self.config.sequence_length} tokens a step, seed {training.seed}."
             )
-        if corpus := self.text.get("corpus"):
-            digest = self.text.get("corpus_sha256")
-            lines.append(f"Text: {_inline(corpus)}" + (f", SHA-256 `{_inline(digest)}`." if digest else "."))
-        if kind := self.text.get("tokenizer"):
-            lines.append(f"Tokenizer: {_inline(kind)}.")
+        if self.text is not None and self.text.corpus:
+            digest = self.text.corpus_sha256
+            lines.append(f"Text: {_inline(self.text.corpus)}" + (f", SHA-256 `{_inline(digest)}`." if digest else "."))
+        if self.text is not None and self.text.tokenizer:
+            lines.append(f"Tokenizer: {_inline(self.text.tokenizer)}.")
         return "## Training\n\n" + "\n".join(lines) if lines else ""
 
 
@@ -131,7 +132,7 @@ def read_results(folder: Path) -> tuple[Audit | None, Evaluation | None, Policy 
     """audit.json, eval.json and policy.json of a folder, as far as they are there and can be read."""
     return (
         read_as(folder / "audit.json", Audit.from_json, {}),
-        read_as(folder / "eval.json", Evaluation.from_json, {}),
+        read_record(folder / "eval.json", Evaluation, {}),
         read_as(folder / "policy.json", Policy.from_json, {}),
     )
 

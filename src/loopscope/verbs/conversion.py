@@ -25,6 +25,8 @@ from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import MOST_JSON_BYTES, folder_written_whole, read_bytes, without_nan
 from loopscope.machine import own_version, versions
 from loopscope.model.looped_lm import LoopedLM
+from loopscope.results.record import as_json, record_in, write_record
+from loopscope.results.run import MANIFEST_FILE, DataRecord, Manifest
 from loopscope.runs import RunFolder
 from loopscope.targets import Opened, open_target
 from loopscope.training import checkpoint
@@ -110,7 +112,7 @@ class _Source:
     config: Config
     is_known: bool
     """Whether the configuration is that of its training, text and optimiser included."""
-    text: dict[str, Any]
+    text: DataRecord | None
     """What is on record of the text it was trained on."""
     results: Path | None
     """The folder with audit.json and its kin, where they are about these weights."""
@@ -127,20 +129,20 @@ class _Source:
             )
         folder, fields = _exported(opened)
         if fields is not None:
-            config, text = config_of(fields, f"{folder}/{CONFIG_FILE}"), fields.get("text")
+            config, text = config_of(fields, f"{folder}/{CONFIG_FILE}"), record_in(fields.get("text"), DataRecord)
         else:
             objective = opened.objective or ObjectiveConfig()
             config = opened.config or Config(model=model.config, objective=objective)
-            record = None if opened.run is None else read_data_record(opened.run.path)
-            kind = None if opened.tokenizer is None else opened.tokenizer.kind
-            text = None if record is None else {**vars(record), "tokenizer": kind}
+            text = None if opened.run is None else read_data_record(opened.run.path)
+            if text is not None and opened.tokenizer is not None:
+                text = replace(text, tokenizer=opened.tokenizer.kind)
         run = None if opened.run is None or not opened.is_newest else opened.run.path
         return cls(
             opened=opened,
             model=model,
             config=replace(config, model=model.config),
             is_known=opened.config is not None or (fields is not None and fields.get("training") is not None),
-            text=text if isinstance(text, dict) else {},
+            text=text,
             results=run if fields is None else folder,
             dtype=None if dtype is None else DTYPES[dtype],
         )
@@ -192,7 +194,7 @@ def _write_hf(beside: Path, source: _Source, name: str, shard_bytes: int) -> Non
         **special,
         "use_cache": True,
         "step": source.opened.step,
-        "text": source.text or None,
+        "text": as_json(source.text),
     }
     if not source.is_known:
         del fields["data"], fields["training"]
@@ -271,10 +273,10 @@ def _write_run(beside: Path, source: _Source) -> None:
     run = RunFolder(beside)
     run.create(source.config)
     if (tokenizer := source.opened.tokenizer) is not None:
-        kind = source.text.get("tokenizer")
+        kind = "" if source.text is None else source.text.tokenizer
         (replace(tokenizer, kind=kind) if kind in TOKENIZERS else tokenizer).save(beside / "tokenizer")
-    record = {"converted_from": source.opened.name, "command": sys.argv, "versions": versions()}
-    run.write_manifest({**record, **({"data": source.text} if source.text else {})})
+    manifest = Manifest(converted_from=source.opened.name, command=sys.argv, versions=versions(), data=source.text)
+    write_record(run.path / MANIFEST_FILE, manifest)
     checkpoint.save_weights(run.checkpoints, source.tensors(), source.opened.step or 0)
     for path in source.result_files():
         (beside / path.name).write_bytes(read_bytes(path, MOST_JSON_BYTES))

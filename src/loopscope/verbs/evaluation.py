@@ -20,7 +20,6 @@ from loopscope.data.packing import SplitTokens
 from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
-from loopscope.files import read_as, write_json
 from loopscope.inference.decoding import Limits, decode
 from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text, parse_halting
 from loopscope.inference.policy_costs import policy_costs
@@ -28,7 +27,8 @@ from loopscope.inference.speculation import Speculator
 from loopscope.inference.speed import DECODE, Way, time_depths
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import Cached, LoopedModel, run_loops
-from loopscope.scores import Beyond, CacheTable, Evaluation, HaltedScore, Split, Timing, beyond
+from loopscope.results.evaluation import Beyond, CacheTable, Evaluation, HaltedScore, Split, Throughput, Timing, beyond
+from loopscope.results.record import as_json, read_record, write_record
 from loopscope.targets import Batch, Opened, open_target
 from loopscope.training.plan import check_logits
 from loopscope.training.scores import evaluate_depths, score_answers, score_batch
@@ -84,7 +84,7 @@ class EvaluationResult:
         if (run.path / "row.json").exists():
             raise RunError(f"{run.path} is a row of a grid, which has measured it")
         path = run.path / "eval.json"
-        before = read_as(path, Evaluation.from_json, {})
+        before = read_record(path, Evaluation, {})
         before = before if before is not None and before.step == self.opened.step else None
         splits = {} if before is None else before.splits
         splits = {**splits, self.text: self.measured.joined(splits.get(self.text))}
@@ -95,13 +95,13 @@ class EvaluationResult:
             tokenizer=tokenizer.kind,
             num_loops=self.opened.model.num_loops,
             splits=splits,
-            throughput={} if before is None else before.throughput,
+            throughput=[] if before is None else before.throughput,
             speed=self.speed or ([] if before is None else before.speed),
             cache=self.cache or (None if before is None else before.cache),
             threads=torch.get_num_threads(),
             device=set_up().device,
         )
-        write_json(path, evaluation.to_json())
+        write_record(path, evaluation)
         return path
 
     def to_json(self) -> dict[str, Any]:
@@ -111,10 +111,10 @@ class EvaluationResult:
             "target": self.opened.name,
             "step": self.opened.step,
             "tokenizer": None if tokenizer is None else tokenizer.kind,
-            **self.scores.to_json(),
-            "beyond": None if verdict is None else {**vars(verdict), "sentence": verdict.sentence},
-            "speed": [vars(each) for each in self.speed],
-            "cache": None if self.cache is None else self.cache.to_json(),
+            **as_json(self.scores),
+            "beyond": None if verdict is None else {**as_json(verdict), "sentence": verdict.sentence},
+            "speed": as_json(self.speed),
+            "cache": as_json(self.cache),
             "exit_gaps": [each.to_json() for each in self.exit_gaps],
         }
 
@@ -311,7 +311,7 @@ def throughput(
     *,
     batch: int = BATCH,
     progress: OnProgress = lambda what, share: None,
-) -> dict[int, float]:
+) -> list[Throughput]:
     """Tokens per second of running k loops and reading out once: median of rounds in which all depths take turns."""
     device = set_up().device
     ids_BT = torch.randint(vocab_size, (batch, length), device=device)
@@ -325,7 +325,7 @@ def throughput(
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)
             progress(f"round {number} of {TIMED_ROUNDS}", (number + 1) / (1 + TIMED_ROUNDS))
-    return {k: ids_BT.numel() / statistics.median(times[1:]) for k, times in seconds.items()}
+    return [Throughput(k, ids_BT.numel() / statistics.median(times[1:])) for k, times in seconds.items()]
 
 
 def _depth_scores(model: LoopedModel, batches: Iterable[tuple[Tensor, Tensor]], num_loops: int) -> Split:

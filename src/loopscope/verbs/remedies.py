@@ -15,7 +15,8 @@ from loopscope.auditing.survey import AuditOptions
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
 from loopscope.errors import ConfigError, NotFiniteError, RunError
 from loopscope.files import without_nan, write_json
-from loopscope.scores import Split
+from loopscope.results.evaluation import Split
+from loopscope.results.record import as_json
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.audits import audit
 from loopscope.verbs.evaluation import evaluate
@@ -53,7 +54,7 @@ class Measured:
         return {
             "verdict": self.audit.verdict,
             "scale": self.audit.variable("scale").verdict,
-            **self.scores.to_json(),
+            **as_json(self.scores),
         }
 
 

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.config import Config, ModelConfig, TargetConfig
+from loopscope.data import tokenizers
 from loopscope.data.preparation import Prepared, prepare
 from loopscope.data.stream import evaluation_batches, training_stream
-from loopscope.data.tokenizers import MANIFEST_FILE
 from loopscope.errors import ConfigError, ProtocolError, RunError
-from loopscope.files import NULL, NUMBER, Form, first_misfit
 from loopscope.model.looped_lm import GatedLoopedLM, LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.protocol import SharedCore
+from loopscope.results.record import as_json, write_record
+from loopscope.results.run import MANIFEST_FILE, LoggedEvaluation, LoggedEvent
 from loopscope.runs import RunFolder
 from loopscope.targets import Opened, open_target
 from loopscope.training import checkpoint
@@ -44,7 +45,7 @@ class TrainingResult:
     run: RunFolder
     outcome: Outcome
     step: int
-    evaluation: dict[str, Any] | None
+    evaluation: LoggedEvaluation | None
     """The last row of validation scores in metrics.jsonl."""
     event: str | None
     """The last thing that a guard or the monitor said."""
@@ -59,7 +60,7 @@ class TrainingResult:
             "run": str(self.run.path),
             "outcome": self.outcome,
             "step": self.step,
-            "eval": self.evaluation,
+            "eval": as_json(self.evaluation),
             "event": self.event,
         }
 
@@ -88,7 +89,7 @@ def train(
         if ranks.is_first:
             with run.locked():
                 if not run.config_path.exists():  # its tokenizer is of an attempt that came to nothing
-                    (run.path / "tokenizer" / MANIFEST_FILE).unlink(missing_ok=True)
+                    (run.path / "tokenizer" / tokenizers.MANIFEST_FILE).unlink(missing_ok=True)
                 return train_in(run, config, setup, ranks, say=say, watching=watching, **options)
         return train_in(run, config, setup, ranks, **options)
 
@@ -123,14 +124,14 @@ def train_in(
     if isinstance(config.model, TargetConfig):
         _try_out(model, config)
     data = _prepare(config, run, ranks, source, say)
-    record = data.manifest()
+    record = data.record()
     if found is not None:
         record = continue_data(found, record, say, allow_new=allow_new_data)
     trainer = _make_trainer(model, config, run, setup, ranks, data)
     _start(trainer, run, found, source, say)
     if ranks.is_first:
         run.create(config)
-        run.write_manifest(manifest(config, setup, record, trainer))
+        write_record(run.path / MANIFEST_FILE, manifest(config, setup, record, trainer))
         trainer.listeners = make_trackers(config, run.path)
     with watching(trainer):
         outcome = trainer.train()
@@ -197,7 +198,7 @@ def _inherit_tokenizer(config: Config, folder: Path, source: Opened, say: Say) -
     from there anyway.
     """
     tokenizer = source.tokenizer
-    if tokenizer is None or (folder / MANIFEST_FILE).exists():
+    if tokenizer is None or (folder / tokenizers.MANIFEST_FILE).exists():
         return
     if source.run is None or tokenizer.kind == config.data.tokenizer:
         tokenizer.save(folder)
@@ -236,8 +237,8 @@ def _start(
         if trainer.ranks.is_first:
             run.forget_metrics_after(found.step)
         say(f"resumed at step {found.step}: {run.path}")
-        events = [row for row in run.read_metrics() if row.get("kind") == "event" and row.get("event") != "skip"]
-        for message in {row.get("event"): row.get("message") for row in events}.values():  # the last of every kind
+        events = [row for row in run.read_metrics() if isinstance(row, LoggedEvent) and row.event != "skip"]
+        for message in {row.event: row.message for row in events}.values():  # the last of every kind
             say(f"earlier: {message}")
     elif source is not None:
         left = copy_weights(trainer.model, source)
@@ -249,10 +250,8 @@ def _start(
 
 
 def _result(run: RunFolder, trainer: Trainer, outcome: Outcome) -> TrainingResult:
-    rows = run.read_metrics()
-    form: Form = {"step": int, "ce": [(*NUMBER, NULL)], "norm": [(*NUMBER, NULL)]}
-    evaluations = (row for row in reversed(rows) if row.get("kind") == "eval")
-    scores = next((row for row in evaluations if first_misfit(row, form) is None), None)
-    event = next((str(row.get("message")) for row in reversed(rows) if row.get("kind") == "event"), None)
+    rows = run.read_metrics()[::-1]
+    scores = next((row for row in rows if isinstance(row, LoggedEvaluation)), None)
+    event = next((row.message for row in rows if isinstance(row, LoggedEvent)), None)
     num_loops = trainer.config.model.num_loops
     return TrainingResult(run, outcome, trainer.progress.step, scores, event, num_loops, trainer.was_signalled)

@@ -1,56 +1,53 @@
-"""Scores after every loop, the verdicts on them, and eval.json, which keeps them.
-
-No torch here: reports read what evaluations write.
-"""
+"""eval.json: what reading out after every loop gives, the verdicts on that, what caches may drop, and speed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from loopscope.files import Part, without_nan
+from loopscope.results.record import Count, Record, Text
 from loopscope.results.thresholds import BROKEN, CERTAIN, HALVED, NOTICED
 
-SCHEMA_VERSION = 1
 SPLITS = ("valid", "test")
 """Splits that are scored, in the order they are shown: choices are made on the first."""
 MOST_PERPLEXITY_CE = 700.0
 """Nats above which exp(CE) is not a number any more."""
 
 
-@dataclass(frozen=True)
+def perplexity_of(ce: float | None) -> float | None:
+    """exp(CE), where that is a number: comparable only under the same tokenizer."""
+    return None if ce is None or ce > MOST_PERPLEXITY_CE else math.exp(ce)
+
+
+@dataclass(frozen=True, slots=True)
 class Depth:
     """What reading out after loop k gives."""
 
-    k: int
+    k: Count
     ce: float | None
     """Nats per token."""
     norm: float | None
     """Mean ‖h_k‖."""
     bits_per_byte: float | None = None
+    perplexity: float | None = field(init=False, default=None)
+    """Follows from CE; it is in the file for people."""
 
-    @property
-    def perplexity(self) -> float | None:
-        """exp(CE), where that is a number: comparable only under the same tokenizer."""
-        return None if self.ce is None or self.ce > MOST_PERPLEXITY_CE else math.exp(self.ce)
-
-    def to_json(self) -> dict[str, Any]:
-        """As eval.json keeps it; perplexity is there to be read by people."""
-        return {**asdict(self), "perplexity": self.perplexity}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "perplexity", perplexity_of(self.ce))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HaltedScore:
     """A text under a halting policy: a point of the frontier between two fixed depths."""
 
-    policy: str
+    policy: Text
     """The file, or RULE:THRESHOLD."""
-    rule: str
+    rule: Text
     threshold: float | None
     """None: no token ever leaves early."""
-    fill: str
+    fill: Text
     mean_loops: float | None
     """Loops a token."""
     ce: float | None
@@ -58,55 +55,48 @@ class HaltedScore:
     bits_per_byte: float | None = None
     tokens_per_second: float | None = None
     """Of decoding at batch 1, where speed was asked for."""
+    perplexity: float | None = field(init=False, default=None)
+    """As of a depth."""
 
-    @property
-    def perplexity(self) -> float | None:
-        """As of a depth."""
-        return self.as_depth.perplexity
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "perplexity", perplexity_of(self.ce))
 
     @property
     def as_depth(self) -> Depth:
         """The same qualities as a fixed depth has, for whoever compares them; it has no whole number of loops."""
         return Depth(0, self.ce, None, self.bits_per_byte)
 
-    def to_json(self) -> dict[str, Any]:
-        """As eval.json keeps it."""
-        return {**asdict(self), "perplexity": self.perplexity}
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The share of answers that are right after loop k."""
+
+    k: Count
+    accuracy: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Answers:
     """The answers of a task that take so many steps, and the share of them that is right after every loop."""
 
-    steps: int
-    count: int | None
+    steps: Count
+    count: Count
     """Answers behind every share."""
-    accuracy: dict[int, float]
-    """By loop."""
+    depths: list[Accuracy]
 
-    def of(self, ks: Iterable[int]) -> Answers:
-        """After some of the loops."""
-        return replace(self, accuracy={k: self.accuracy[k] for k in ks if k in self.accuracy})
-
-    def to_json(self) -> dict[str, Any]:
-        """As eval.json keeps it."""
-        depths = [{"k": k, "accuracy": share} for k, share in self.accuracy.items()]
-        return {"steps": self.steps, "count": self.count, "depths": depths}
-
-    @classmethod
-    def from_json(cls, part: Part, steps: int) -> Answers:
-        """What can be read of it."""
-        found = {k: row.number("accuracy") for k, row in part.by_number("depths").items()}
-        return cls(steps, part.integer("count"), {k: share for k, share in found.items() if share is not None})
+    @property
+    def accuracy(self) -> dict[int, float]:
+        """The shares by loop."""
+        return {each.k: each.accuracy for each in self.depths}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Scores at every depth on one text."""
 
+    tokens: Count | None = None
+    bytes: Count | None = None
     depths: list[Depth]
-    tokens: int | None = None
-    bytes: int | None = None
     answers: list[Answers] = field(default_factory=list)
     """Of a task, by the steps they take."""
     halting: list[HaltedScore] = field(default_factory=list)
@@ -118,8 +108,8 @@ class Split:
 
     def of(self, ks: Iterable[int]) -> Split:
         """Some of the depths."""
-        chosen = sorted(set(ks))
-        answers = [each.of(chosen) for each in self.answers]
+        chosen = set(ks)
+        answers = [replace(each, depths=[row for row in each.depths if row.k in chosen]) for each in self.answers]
         return replace(self, depths=[depth for depth in self.depths if depth.k in chosen], answers=answers)
 
     def joined(self, before: Split | None) -> Split:
@@ -129,12 +119,12 @@ class Split:
         if before.tokens != self.tokens:
             return before
         depths = {depth.k: depth for depth in (*before.depths, *self.depths)}
-        earlier = {each.steps: each.accuracy for each in before.answers}
-        shares = [earlier.get(each.steps, {}) | each.accuracy for each in self.answers]
-        answers = [
-            replace(each, accuracy=dict(sorted(by.items()))) for each, by in zip(self.answers, shares, strict=True)
-        ]
         halting = {each.policy: each for each in (*before.halting, *self.halting)}
+        answers = []
+        for each in self.answers:
+            earlier = [row for other in before.answers if other.steps == each.steps for row in other.depths]
+            shares = {row.k: row for row in (*earlier, *each.depths)}
+            answers.append(replace(each, depths=[shares[k] for k in sorted(shares)]))
         return replace(
             self, depths=[depths[k] for k in sorted(depths)], answers=answers, halting=list(halting.values())
         )
@@ -147,31 +137,11 @@ class Split:
         halting = [replace(each, bits_per_byte=None if each.ce is None else each.ce * bits) for each in self.halting]
         return replace(self, depths=depths, halting=halting, bytes=num_bytes)
 
-    def to_json(self) -> dict[str, Any]:
-        """As eval.json keeps it."""
-        depths, answers, halting = (
-            [each.to_json() for each in rows] for rows in (self.depths, self.answers, self.halting)
-        )
-        return {
-            "tokens": self.tokens, "bytes": self.bytes, "depths": depths, "answers": answers, "halting": halting
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, part: Part) -> Self:
-        """What can be read of it."""
-        answers = {steps: row for row in part.parts("answers") if (steps := row.integer("steps")) is not None}
-        return part.as_a(
-            cls,
-            depths=[row.as_a(Depth, k=k) for k, row in part.by_number("depths").items()],
-            answers=[Answers.from_json(row, steps) for steps, row in answers.items()],
-            halting=[row.as_a(HaltedScore) for row in part.parts("halting")],
-        )
-
 
 # --- beyond the trained depth ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Beyond:
     """What happens to CE at depths k beyond the trained one, K: each is better, flat, worse or broken.
 
@@ -226,14 +196,14 @@ def beyond(split: Split, num_loops: int) -> Beyond | None:
 # --- what a cache may drop -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PolicyCost:
     """What a cache policy saves, and what it costs on text that is decoded under it."""
 
-    policy: str
-    applies_to: str
+    policy: Text
+    applies_to: Text
     """decode: prompts run with all slots; or prefill and decode."""
-    bytes_per_token: int | None
+    bytes_per_token: Count | None
     share: float | None
     """Of the bytes of an exact cache."""
     ce: float | None
@@ -242,16 +212,15 @@ class PolicyCost:
     """CE − that of the exact cache, on the same tokens."""
     standard_error: float | None
     """Of `delta_ce`, over windows; None for a single one."""
+    verdict: Literal["safe", "unsafe", "undecided"] = field(init=False, default="unsafe")
+    """Safe below `NOTICED`, unsafe above, by two standard errors; else undecided, and more text would decide."""
 
-    @property
-    def verdict(self) -> str:
-        """Safe below `NOTICED`, unsafe above, by two standard errors; else undecided, and more text would decide."""
+    def __post_init__(self) -> None:
         if self.delta_ce is None:
-            return "unsafe"
+            return
         margin = CERTAIN * (self.standard_error or 0.0)
-        if self.delta_ce + margin <= NOTICED:
-            return "safe"
-        return "unsafe" if self.delta_ce - margin > NOTICED else "undecided"
+        is_safe, is_unsafe = self.delta_ce + margin <= NOTICED, self.delta_ce - margin > NOTICED
+        object.__setattr__(self, "verdict", "safe" if is_safe else "unsafe" if is_unsafe else "undecided")
 
     @property
     def name(self) -> str:
@@ -259,13 +228,13 @@ class PolicyCost:
         return f"{self.policy} ({'decode only' if self.applies_to == 'decode' else 'prefill too'})"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheTable:
     """Every cache policy of one model, and how its loop moves."""
 
-    num_loops: int | None
-    windows: int | None
-    tokens: int | None
+    num_loops: Count
+    windows: Count
+    tokens: Count
     """Targets that each ΔCE is a mean of."""
     policies: list[PolicyCost]
     """The exact cache first."""
@@ -276,15 +245,19 @@ class CacheTable:
     scale_ratio: float | None
     """s_K / s_1."""
 
+    summary: str = field(init=False, default="")
+    """Which policies are safe, the cheapest of them, and how the loop moves."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "summary", self._summary())
+
     @property
     def cheapest(self) -> PolicyCost | None:
         """The safe policy that keeps the fewest bytes, and of those the one that costs least."""
         safe = [each for each in self.policies[1:] if each.verdict == "safe"]
         return min(safe, key=lambda each: (each.share or 1.0, each.delta_ce or 0.0), default=None)
 
-    @property
-    def summary(self) -> str:
-        """Which policies are safe, the cheapest of them, and how the loop moves."""
+    def _summary(self) -> str:
         others, cheapest = self.policies[1:], self.cheapest
         if not others:
             return "One loop has one slot: there is nothing to share."
@@ -312,76 +285,48 @@ class CacheTable:
             f"({self.turning_ratio:.3g}) and {drifts} (s_K/s_1 = {self.scale_ratio:.3g})."
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """As `loopscope eval --cache-policies --json` prints it and eval.json keeps it."""
-        costs = [{**asdict(each), "verdict": each.verdict} for each in self.policies]
-        return {**vars(self), "policies": costs, "summary": self.summary}
-
-    @classmethod
-    def from_json(cls, part: Part) -> Self | None:
-        """What can be read of it; None where there is no such table."""
-        rows = [row.as_a(PolicyCost) for row in part.parts("policies")]
-        return part.as_a(cls, policies=rows) if rows else None
-
 
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Tokens per second of one way to run a depth: median and quartiles over rounds in which all take turns."""
 
-    k: int | None
-    what: str
+    k: Count
+    what: Text
     """prefill, decode, or decode with something besides."""
     tokens_per_second: float | None
     low: float | None
     high: float | None
-    bytes_per_token: int | None
+    bytes_per_token: Count | None
     """Of the cache; None without one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """eval.json: a model's scores at every depth on every split, and its speed."""
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Tokens per second of k loops and one readout."""
 
-    step: int | None
-    tokenizer: str
-    num_loops: int | None
+    k: Count
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Record):
+    """A model's scores at every depth on every split, and its speed."""
+
+    step: Count | None
+    tokenizer: Text
+    num_loops: Count
     """The depth it was trained at; scores may go beyond."""
-    splits: dict[str, Split]
-    """By name; one without a name is what `loopscope eval --json` prints."""
-    throughput: dict[int, float] = field(default_factory=dict)
-    """Tokens per second of k loops and one readout, by k."""
+    splits: dict[Text, Split]
+    """By name, validation text first."""
+    throughput: list[Throughput] = field(default_factory=list)
     speed: list[Timing] = field(default_factory=list)
     """Of prefill and decoding, where it was asked for."""
     cache: CacheTable | None = None
     """What cache policies cost, where it was asked for."""
-    threads: int | None = None
-    device: str = ""
-    unigram_ce: dict[str, float] = field(default_factory=dict)
+    threads: Count | None = None
+    device: Text = ""
+    unigram_ce: dict[Text, float] = field(default_factory=dict)
     """By split, the CE of a unigram model of the training text: what has to be beaten before a CE says anything."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What eval.json holds."""
-        speeds = [{"k": k, "tokens_per_second": speed} for k, speed in self.throughput.items()]
-        splits = {name: split.to_json() for name, split in self.splits.items()}
-        cache = None if self.cache is None else self.cache.to_json()
-        timings = [asdict(each) for each in self.speed]
-        plain = {**vars(self), "splits": splits, "throughput": speeds, "speed": timings, "cache": cache}
-        return without_nan({"schema_version": SCHEMA_VERSION, **plain})
-
-    @classmethod
-    def from_json(cls, part: Part) -> Self:
-        """What can be read of it; validation text comes first."""
-        found = {name: Split.from_json(split) for name, split in {"": part, **part.named_parts("splits")}.items()}
-        order = ("", *SPLITS)
-        names = sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
-        speeds = {k: row.number("tokens_per_second") for k, row in part.by_number("throughput").items()}
-        return part.as_a(
-            cls,
-            splits={name: found[name] for name in names if found[name].depths},
-            throughput={k: speed for k, speed in speeds.items() if speed is not None},
-            speed=[row.as_a(Timing) for row in part.parts("speed")],
-            cache=CacheTable.from_json(part.part("cache")),
-        )

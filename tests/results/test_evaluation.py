@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
 
 import pytest
 
-from loopscope.files import Part, without_nan
-from loopscope.scores import CacheTable, Depth, Evaluation, PolicyCost, Split, Timing, beyond
+from loopscope.results.evaluation import CacheTable, Depth, Evaluation, PolicyCost, Split, Throughput, Timing, beyond
+from loopscope.results.record import decode, encode
 
 
 def split(*ces: float | None) -> Split:
-    return Split([Depth(k, ce, 1.0) for k, ce in enumerate(ces, start=1)], tokens=100)
+    return Split(depths=[Depth(k, ce, 1.0) for k, ce in enumerate(ces, start=1)], tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,18 @@ def test_an_evaluation_is_read_back_as_it_was_written():
         tokenizer="bytes",
         num_loops=4,
         splits={"valid": split(5.0, 4.0)},
-        throughput={1: 10.0},
+        throughput=[Throughput(1, 10.0)],
         speed=[Timing(1, "prefill", 10.0, 9.0, 11.0, 64), Timing(1, "decode", 5.0, 4.0, 6.0, None)],
-        cache=table(cost()),
+        cache=table(cost("ring-2")),
         threads=1,
         device="cpu",
     )
-    written = evaluation.to_json()
-    assert Evaluation.from_json(Part(without_nan(written))) == evaluation
-    assert written["cache"]["policies"][1]["verdict"] == "safe"
+    assert decode(encode(evaluation), Evaluation) == evaluation
+    written = json.loads(encode(evaluation))
+    assert written["cache"]["policies"][1]["verdict"] == "safe" and "ring" in written["cache"]["summary"]
+    assert written["splits"]["valid"]["depths"][0]["perplexity"] == pytest.approx(math.exp(5))
 
 
-def test_an_evaluation_of_before_has_neither_speed_nor_a_cache_table():
-    plain = Evaluation(step=3, tokenizer="bytes", num_loops=4, splits={"valid": split(5.0)})
-    written = {name: value for name, value in plain.to_json().items() if name not in ("speed", "cache")}
-    assert Evaluation.from_json(Part(written)) == replace(plain, speed=[], cache=None)
+def test_what_follows_from_a_number_is_not_read_but_computed():
+    assert decode(b'{"k": 1, "ce": 0.0, "norm": null, "perplexity": 40.0}', Depth).perplexity == 1.0
+    assert Depth(1, 800.0, 1.0).perplexity is None and Depth(1, None, None).perplexity is None
