@@ -39,11 +39,25 @@ from loopscope.config import Config, DataConfig, TrainingConfig, config_to_dict,
 from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
 from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
-from loopscope.files import read_as, write_json
+from loopscope.files import write_json
 from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
-from loopscope.results.record import encode
+from loopscope.results.evaluation import Depth, Split, Throughput
+from loopscope.results.ouro import (
+    EXIT_THRESHOLDS,
+    NORM_QUANTILES,
+    GateLoop,
+    GateSpread,
+    GateThreshold,
+    LoopStates,
+    OuroModel,
+    OuroRecord,
+    OuroRequest,
+    OuroStates,
+    TaskScore,
+)
+from loopscope.results.record import encode, read_record, write_record
 from loopscope.rows.ledger import Ledger
 from loopscope.rows.probe import PARTS, has_probe, read_probe
 from loopscope.rows.spec import RowSpec
@@ -52,7 +66,6 @@ from loopscope.show.atlas import render
 from loopscope.show.page import build_report
 from loopscope.studies.atlas_properties import atlas_tables
 from loopscope.studies.atlas_record import collect
-from loopscope.studies.ouro_record import OuroRecord
 from loopscope.studies.ouro_tables import ouro_tables
 from loopscope.studies.paper_claims import judge_all
 from loopscope.studies.results import read_results
@@ -443,25 +456,29 @@ def open_hf(folder: Path) -> list[int]:
 
 
 def make_ouro_record(folder: Path) -> None:
-    loop = {"k": 3, "sweep": {"norm": [1.0, 1.0], "none": [1.0, 9.0]}, "radial_share": {"norm": 1e-8, "none": 0.4}}
-    loop |= {"norm": 9.0, "norm_quantiles": [1.0] * 6}
-    gate = {"tokens": 8, "expected_loops": 2.0, "loops": [{"k": 1, "leaving": 0.5, "exit_quantiles": [0.5] * 6}]}
-    gate["thresholds"] = [{"threshold": 0.5, "mean_loops": 1.0, "shares": [1.0]}]
-    whole = {
-        "schema_version": 1,
-        "asked": {"depths": [1, 3], "data": ["x"], "tokenizer": "bytes", "sweep_tokens": 8},
-        "subject": {"name": "hf", "num_loops": 3, "width": 16, "dtype": "float32", "device": "cpu"},
-        "depths": {"tokens": 9, "bytes": 9, "depths": [{"k": 1, "ce": 2.0, "norm": 9.0}, {"k": 3, "ce": 1.5}]},
-        "throughput": [{"k": 1, "tokens_per_second": 10.0}],
-        "states": {"tokens": 8, "alphas": [0.1, 1.0], "loops": [loop]},
-        "gate": gate,
-        "tasks": [{"k": 1, "task": "t", "metric": "acc", "value": 0.5, "error": 0.1}],
-    }
-    (folder / "ouro.json").write_text(json.dumps(whole, indent=2))
+    quantiles = [1.0] * len(NORM_QUANTILES)
+    sweep, shares = {"norm": [1.0, 1.0], "none": [1.0, 9.0]}, {"norm": 1e-8, "none": 0.4}
+    loop = LoopStates(k=3, sweep=sweep, radial_share=shares, norm=9.0, norm_quantiles=quantiles)
+    at_loop = GateLoop(k=1, leaving=0.5, exit_probability=0.5, exit_quantiles=quantiles)
+    thresholds = [GateThreshold(threshold=q, mean_loops=1.0, shares=[1.0]) for q in EXIT_THRESHOLDS]
+    model = {"name": "hf", "step": None, "num_loops": 3, "width": 16, "vocab_size": 300, "parameters": 5}
+    asked = OuroRequest(depths=[1, 3], data=["x"], tokenizer="bytes", length=None, max_tokens=None, sweep_tokens=8)
+    record = OuroRecord(
+        asked=asked,
+        subject=OuroModel(**model, dtype="float32", device="cpu"),
+        text="x",
+        text_sha256="0" * 64,
+        depths=Split(tokens=9, bytes=9, depths=[Depth(1, 2.0, 9.0), Depth(3, 1.5, None)]),
+        throughput=[Throughput(1, 10.0)],
+        states=OuroStates(tokens=8, alphas=[0.1, 1.0], loops=[loop]),
+        gate=GateSpread(tokens=8, expected_loops=2.0, loops=[at_loop], thresholds=thresholds),
+        tasks=[TaskScore(k=1, task="t", metric="acc", value=0.5, error=0.1)],
+    )
+    write_record(folder / "ouro.json", record)
 
 
 def ouro_record(folder: Path) -> tuple[str, list[str]]:
-    found = read_as(folder / "ouro.json", OuroRecord.from_json, {})
+    found = read_record(folder / "ouro.json", OuroRecord, {})
     return ("", []) if found is None else (found.verdict, [table.markdown() for table in ouro_tables(found)])
 
 

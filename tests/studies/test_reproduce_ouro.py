@@ -16,11 +16,11 @@ from loopscope.auditing.visibility import ALPHAS
 from loopscope.cli import main
 from loopscope.config import config_to_dict
 from loopscope.errors import ConfigError, RunError, UnsupportedError
-from loopscope.files import read_as
+from loopscope.results.ouro import AS_IT_IS, FROZEN, REMOVED, OuroRecord, OuroRequest
+from loopscope.results.record import load_record
 from loopscope.rows.conditions import CONDITIONS
 from loopscope.studies import ouro
 from loopscope.studies.ouro import check_ouro, measure_gate, measure_states, readouts_of, without_readout_norm
-from loopscope.studies.ouro_record import AS_IT_IS, FROZEN, REMOVED, Asked, OuroRecord
 from loopscope.studies.ouro_training import TrainingRequest, fineweb, under
 
 DOCS = Path(__file__).parents[2] / "docs" / "ouro.md"
@@ -55,9 +55,9 @@ def text(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def asked(text: Path, **changes) -> Asked:
+def asked(text: Path, **changes) -> OuroRequest:
     usual = {"depths": [1, 3, 5], "tokenizer": "bytes", "length": 16, "max_tokens": 300, "sweep_tokens": 60}
-    return Asked(data=[str(text)], **{**usual, **changes})
+    return OuroRequest(data=[str(text)], **{**usual, **changes})
 
 
 # --- readouts --------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_the_command_writes_json_tables_and_figures_and_goes_on_where_it_was(fol
     assert main(arguments) == 0
     said = capsys.readouterr()
     assert "flat with RMSNorm and sharp without: holds" in said.out and "3*" in said.out
-    record = read_as(tmp_path / "out" / "ouro.json", OuroRecord.from_json, {})
+    record = load_record(tmp_path / "out" / "ouro.json", OuroRecord)
     assert [depth.k for depth in record.depths.depths] == [1, 2, 3, 4] and record.subject.num_loops == 3
     assert all((tmp_path / "out" / name).read_text().startswith("<?xml") for name in (FIGURE_5, FIGURE_7))
     table = (tmp_path / "out" / "tables" / "variable_depth.md").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from loopscope.cli.terminal import print_json, print_tables, print_words, progre
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, suggest
+from loopscope.results.record import as_json
 from loopscope.rows.conditions import MOST_SEEDS, OURO_CONDITIONS, OuroSize, choose_seeds
 from loopscope.words import check_word
 
@@ -89,13 +90,13 @@ examples:
         """Measure what is not measured yet, and print."""
         check_word(self.target)
         check_sources(self.data or ())
+        from loopscope.results.ouro import OuroRequest
         from loopscope.studies.ouro import check_ouro
-        from loopscope.studies.ouro_record import FAILS, Asked
         from loopscope.studies.ouro_tables import conclusion, publish_ouro
 
         name = Path(self.target.removeprefix("hf:").replace(":", "-")).name
         out = self.out or Path("runs") / f"ouro-{name}"
-        asked = Asked(
+        asked = OuroRequest(
             depths=parse_depths(self.depths),
             data=list(self.data or ()),
             tokenizer=self.tokenizer or "",
@@ -114,11 +115,11 @@ examples:
             return EXIT_INTERRUPTED
         tables = publish_ouro(record, out, say)
         if self.json:
-            print_json(**record.to_json(), out=str(out))
+            print_json(**as_json(record), out=str(out))
         else:
             print_tables(*(_brief(table).terminal() for table in tables))
             print_words(f"{conclusion(record)}\nouro.json, tables and figures in {out}")
-        return EXIT_FINDINGS if record.verdict == FAILS else EXIT_OK
+        return EXIT_FINDINGS if record.verdict == "does not hold here" else EXIT_OK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +243,7 @@ examples:
             say(f"{row.spec.name} {row.state}: {row.error} (log in {out}/rows)")
         if self.json:
             failures = [{"name": row.spec.name, "error": row.error} for row in failed]
-            print_json(size=self.size, rows=[asdict(each) for each in trained], failures=failures, out=str(out))
+            print_json(size=self.size, rows=as_json(trained), failures=failures, out=str(out))
         else:
             print_tables(table.terminal())
             print_words(f"ouro-train.json, tables and Figure 6 in {out}; every row has an ouro.json")

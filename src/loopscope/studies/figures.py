@@ -20,9 +20,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 
 from loopscope.files import file_written_whole
 from loopscope.readings import AuditedLoop, Gate, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
+from loopscope.results.ouro import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord, ReadoutKind
 from loopscope.results.thresholds import SATURATED_LOGIT
 from loopscope.rows.conditions import CONDITIONS
-from loopscope.studies.ouro_record import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord
 from loopscope.studies.paper_claims import ROLLOUT, symlog, unsymlog
 from loopscope.studies.results import Results, View, mean
 
@@ -381,7 +381,7 @@ def _sweep_of_trained(records: dict[str, OuroRecord]) -> Callable[[], Figure | N
         known = {name: record for name, record in records.items() if record.states and record.last}
         if not known:
             return None
-        curves: dict[str, tuple[LoopStates, str, tuple[str, str]]] = {}
+        curves: dict[str, Curve] = {}
         for name, record in known.items():
             assert record.last is not None
             own = AS_IT_IS if AS_IT_IS in record.last.sweep else REMOVED
@@ -393,19 +393,21 @@ def _sweep_of_trained(records: dict[str, OuroRecord]) -> Callable[[], Figure | N
     return draw
 
 
-def _sweep_figure(
-    alphas: list[float | None], curves: dict[str, tuple[LoopStates, str, tuple[str, str]]], title: str
-) -> Figure:
+Curve = tuple[LoopStates, ReadoutKind, tuple[str, str]]
+"""States, the readout they are swept through, colour and marker."""
+
+
+def _sweep_figure(alphas: list[float], curves: dict[str, Curve], title: str) -> Figure:
     """Change of CE against α; the legend has the CE at α = 1, where every curve is zero."""
     figure, (axes,) = new_figure()
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=0.01)
-    xs, middle = [math.nan if alpha is None else alpha for alpha in alphas], alphas.index(1.0)
+    middle = alphas.index(1.0)
     for label, (loop, readout, (colour, marker)) in curves.items():
         ce = [math.nan if value is None else value for value in loop.sweep[readout]]
         change = [value - ce[middle] for value in ce]
         look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4}
-        axes.plot(xs, change, label=f"{label} (CE {ce[middle]:.3g})", **look)
+        axes.plot(alphas, change, label=f"{label} (CE {ce[middle]:.3g})", **look)
     for axis in (axes.xaxis, axes.yaxis):
         _plain(axis)
     axes.set_xlabel("α: final state × α before the readout")
@@ -444,8 +446,7 @@ def _depth(record: OuroRecord) -> Callable[[], Figure | None]:
             axes.set_xlabel("loops K")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             _plain(axes.yaxis)
-            if record.subject.num_loops is not None:
-                axes.axvline(record.subject.num_loops, color="0.5", linewidth=0.8, linestyle=":")
+            axes.axvline(record.subject.num_loops, color="0.5", linewidth=0.8, linestyle=":")
         figure.suptitle(f"{Path(record.subject.name).name} at variable depth (dotted: as trained)")
         return figure
 

@@ -19,29 +19,31 @@ from torch import Tensor, nn
 
 from loopscope.auditing.visibility import ALPHAS, alpha_sweep, field_shares, mean_cross_entropy
 from loopscope.data.stream import evaluation_batches
-from loopscope.errors import UnsupportedError
+from loopscope.errors import RunError, UnsupportedError
+from loopscope.files import Problems
 from loopscope.model.looped_lm import LoopedLM
 from loopscope.model.readouts import Norm, Raw
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import ExitGate, LoopedModel, LoopState, run_loops
-from loopscope.studies.ouro_record import (
+from loopscope.results.ouro import (
     AS_IT_IS,
     EXIT_THRESHOLDS,
     FROZEN,
     NORM_QUANTILES,
+    OURO,
     REMOVED,
-    Asked,
-    Gate,
     GateLoop,
+    GateSpread,
     GateThreshold,
     LoopStates,
+    OuroModel,
     OuroRecord,
-    Speed,
-    States,
-    Subject,
+    OuroRequest,
+    OuroStates,
+    ReadoutKind,
     TaskScore,
-    begun,
 )
+from loopscope.results.record import as_json, read_record, write_record
 from loopscope.targets import Opened, open_target
 from loopscope.training.plan import check_logits
 from loopscope.training.session import set_up
@@ -55,7 +57,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 def check_ouro(
     target: str | Path | Opened,
-    asked: Asked,
+    asked: OuroRequest,
     out: Path,
     *,
     batch: int = 8,
@@ -78,6 +80,11 @@ def check_ouro(
     text = ", ".join(asked.data) or f"its own ({corpus.name})"
     fresh = OuroRecord(asked=asked, subject=_subject(opened, device), text=text, text_sha256=corpus.sha256)
     record = begun(out, fresh, say)
+
+    def kept(record: OuroRecord) -> OuroRecord:
+        write_record(out / OURO, record)
+        return record
+
     if record.depths is None:
         say(f"{opened.name}: scores after {_range(asked.depths)} loops")
         result = evaluate(
@@ -90,18 +97,17 @@ def check_ouro(
             say=say,
             progress=progress,
         )
-        record = replace(record, depths=result.scores).write(out)
+        record = kept(replace(record, depths=result.scores))
     if not record.throughput:
         say("throughput, all depths in turns")
         rates = throughput(model, opened.vocab_size, length, asked.depths, batch=batch, progress=progress)
-        speeds = [Speed(k=each.k, tokens_per_second=each.tokens_per_second) for each in rates]
-        record = replace(record, throughput=speeds).write(out)
+        record = kept(replace(record, throughput=rates))
     if record.states is None:
         say(f"states of {asked.sweep_tokens:,} tokens: α-sweep, radial gradient, norms, exit gate")
         batches = evaluation_batches(tokens_for(opened, data, say), length, batch, asked.sweep_tokens)
         pairs = [(ids_BT.to(device), targets_BT.to(device)) for ids_BT, targets_BT in batches]
         states = measure_states(model, readouts, pairs, asked.depths, progress)
-        record = replace(record, states=states, gate=measure_gate(model, pairs)).write(out)
+        record = kept(replace(record, states=states, gate=measure_gate(model, pairs)))
     if asked.tasks and not record.tasks:
         say(f"{', '.join(asked.tasks)} after {_range(asked.depths)} loops")
         found = evaluate_tasks(
@@ -119,15 +125,40 @@ def check_ouro(
             for each in found.scores
             for k, value in each.values.items()
         ]
-        record = replace(record, tasks=scores).write(out)
+        record = kept(replace(record, tasks=scores))
     return record
 
 
-def _subject(opened: Opened, device: str) -> Subject:
+def begun(folder: Path, fresh: OuroRecord, say: Say) -> OuroRecord:
+    """What an earlier command has measured already for the same request, model and text, or the fresh record.
+
+    Results of another request are not overwritten, and those of a damaged file are measured again.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    problems: Problems = {}
+    path = folder / OURO
+    found = read_record(path, OuroRecord, problems)
+    if found is None:
+        if problems:
+            say(f"{path} is damaged: measuring again")
+        return fresh
+    for what, before, now in (("model", found.subject, fresh.subject), ("request", found.asked, fresh.asked)):
+        if before != now:
+            names = (name for name, value in as_json(now).items() if as_json(before)[name] != value)
+            raise RunError(f"{path} is about another {what} ({', '.join(names)}); choose another --out")
+    if found.text_sha256 != fresh.text_sha256:
+        raise RunError(
+            f"{path} is about text of SHA-256 {found.text_sha256}, and {fresh.text} now has {fresh.text_sha256}; "
+            "restore the text, or choose another --out"
+        )
+    return replace(found, text=fresh.text)
+
+
+def _subject(opened: Opened, device: str) -> OuroModel:
     model = opened.model
     assert isinstance(model, LoopedLM)
     weight = next(model.parameters())
-    return Subject(
+    return OuroModel(
         name=opened.name,
         step=opened.step,
         num_loops=model.num_loops,
@@ -146,7 +177,7 @@ def _range(depths: Sequence[int]) -> str:
 # --- readouts --------------------------------------------------------------------------------------------------------
 
 
-def readouts_of(model: LoopedModel, name: str) -> dict[str, LoopedModel]:
+def readouts_of(model: LoopedModel, name: str) -> dict[ReadoutKind, LoopedModel]:
     """The model by what stands between its state and its head: as it is and, where that is a norm, with it removed."""
     if isinstance(model, LoopedLM) and not model.config.coda_layers:
         if isinstance(model.readout_map, Norm):
@@ -175,19 +206,19 @@ def without_readout_norm(model: LoopedLM) -> LoopedLM:
 class _Sums:
     """What has been seen of the states after one loop."""
 
-    ce: dict[str, Tensor] = field(default_factory=dict)
+    ce: dict[ReadoutKind, Tensor] = field(default_factory=dict)
     """Readout → Σ over tokens of CE at each α."""
-    shares: dict[str, list[Tensor]] = field(default_factory=dict)
+    shares: dict[ReadoutKind, list[Tensor]] = field(default_factory=dict)
     norms: list[Tensor] = field(default_factory=list)
 
 
 def measure_states(
     model: LoopedModel,
-    readouts: dict[str, LoopedModel],
+    readouts: dict[ReadoutKind, LoopedModel],
     pairs: Pairs,
     depths: Sequence[int],
     progress: Progress = lambda what, share: None,
-) -> States:
+) -> OuroStates:
     """α-sweep and radial gradient share through every readout, and the norms of all tokens, after each of `depths`."""
     sums, tokens = {k: _Sums() for k in depths}, 0
     for number, (ids_BT, targets_BT) in enumerate(pairs, 1):
@@ -199,11 +230,11 @@ def measure_states(
             _add(sums[k], readouts, states[k], k, targets_BT, counted)
         progress(f"{tokens:,} tokens", number / len(pairs))
     loops = [_loop_states(k, found, tokens) for k, found in sums.items()]
-    return States(tokens=tokens, alphas=list(ALPHAS), loops=loops)
+    return OuroStates(tokens=tokens, alphas=list(ALPHAS), loops=loops)
 
 
 def _add(
-    sums: _Sums, readouts: dict[str, LoopedModel], state: LoopState, k: int, targets_BT: Tensor, counted: int
+    sums: _Sums, readouts: dict[ReadoutKind, LoopedModel], state: LoopState, k: int, targets_BT: Tensor, counted: int
 ) -> None:
     for name, model in readouts.items():
         ce = torch.tensor(alpha_sweep(model, state, k, targets_BT), dtype=torch.float64)
@@ -239,7 +270,7 @@ def _quantiles(values: Tensor) -> list[float | None]:
 
 
 @torch.no_grad()
-def measure_gate(model: LoopedModel, pairs: Pairs) -> Gate | None:
+def measure_gate(model: LoopedModel, pairs: Pairs) -> GateSpread | None:
     """How the gate spreads the exits over the trained loops; None for a model without one."""
     gate = ExitGate.of(model)
     if gate is None or not isinstance(model, LoopedLM):
@@ -267,7 +298,7 @@ def measure_gate(model: LoopedModel, pairs: Pairs) -> Gate | None:
         for k, (lam, p) in enumerate(zip(leaving_KN, p_KN, strict=True), 1)
     ]
     expected = float((ks_K[:, None] * p_KN).sum(0).mean())
-    return Gate(tokens=p_KN.shape[1], expected_loops=expected, loops=loops, thresholds=thresholds)
+    return GateSpread(tokens=p_KN.shape[1], expected_loops=expected, loops=loops, thresholds=thresholds)
 
 
 def _leaving(model: LoopedLM, gate: ExitGate, ids_BT: Tensor) -> Tensor:

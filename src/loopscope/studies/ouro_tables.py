@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from loopscope.show.numbers import ABSENT, brief, plain
-from loopscope.show.table import Column, Table, columns
-from loopscope.studies.ouro_record import (
+from loopscope.results.ouro import (
     AS_IT_IS,
     EXIT_THRESHOLDS,
     FLAT,
@@ -17,6 +15,8 @@ from loopscope.studies.ouro_record import (
     SHARP,
     OuroRecord,
 )
+from loopscope.show.numbers import brief, plain
+from loopscope.show.table import Column, Table, columns
 
 
 def publish_ouro(record: OuroRecord, out: Path, say: Callable[[str], None]) -> list[Table]:
@@ -61,18 +61,18 @@ def _variable_depth(record: OuroRecord) -> Table | None:
         for each in record.depths.depths
     ]
     header = [Column("loops K"), *columns(plain, "CE", "perplexity", "bits per byte", "mean norm", "tokens per second")]
-    note = f"{_count(record.depths.tokens)} tokens of {record.text}; * as trained; one readout, {record.subject.device}"
+    note = f"{record.depths.tokens or 0:,} tokens of {record.text}; * as trained; one readout, {record.subject.device}"
     return Table("Variable depth", header, rows, note, name="variable_depth")
 
 
 def _alpha_sweep(record: OuroRecord) -> Table | None:
     if record.states is None:
         return None
-    alphas = [f"{alpha:g}" for alpha in record.states.alphas if alpha is not None]
+    alphas = [f"{alpha:g}" for alpha in record.states.alphas]
     rows = [
         [_loop(record, loop.k), READOUTS[name], *ce] for loop in record.states.loops for name, ce in loop.sweep.items()
     ]
-    note = f"CE in nats, {_count(record.states.tokens)} tokens; the state is scaled before the norm. * as trained"
+    note = f"CE in nats, {record.states.tokens:,} tokens; the state is scaled before the norm. * as trained"
     header = [Column("loop"), Column("readout"), *columns(plain, *alphas)]
     return Table("CE when the state is scaled by α", header, rows, note, name="alpha_sweep")
 
@@ -92,7 +92,7 @@ def _token_norms(record: OuroRecord) -> Table | None:
         return None
     quantiles = ["largest" if q == 1 else f"{100 * q:g} %" for q in NORM_QUANTILES]
     rows = [[_loop(record, loop.k), loop.norm, *loop.norm_quantiles] for loop in record.states.loops]
-    note = f"‖h_k‖ of {_count(record.states.tokens)} tokens before any norm"
+    note = f"‖h_k‖ of {record.states.tokens:,} tokens before any norm"
     return Table("Norms of tokens", ["loop", *columns(plain, "mean", *quantiles)], rows, note, name="token_norms")
 
 
@@ -103,13 +103,13 @@ def _exit_gate(record: OuroRecord) -> Table | None:
     median = NORM_QUANTILES.index(0.5)
     rows: list[list[object]] = []
     for loop in gate.loops:
-        shares = (_nth(each.shares, loop.k - 1) for each in gate.thresholds)
-        median_exit = _nth(loop.exit_quantiles, median)
+        shares = (each.shares[loop.k - 1] for each in gate.thresholds)
+        median_exit = loop.exit_quantiles[median]
         rows.append([str(loop.k), loop.leaving, loop.exit_probability, median_exit, *shares])
     rows.append(["mean loops", "", gate.expected_loops, "", *(each.mean_loops for each in gate.thresholds)])
     leaves = (f"leave at {q:g}" for q in EXIT_THRESHOLDS)
     note = (
-        f"{_count(gate.tokens)} tokens. λ: probability of leaving at a loop once there; p: of leaving there at all, "
+        f"{gate.tokens:,} tokens. λ: probability of leaving at a loop once there; p: of leaving there at all, "
         "the last loop taking the rest; leave at q: share of tokens whose cumulative p first reaches q there"
     )
     header = [Column("loop"), *columns(plain, "mean λ", "mean p", "median p", *leaves)]
@@ -133,12 +133,3 @@ def _downstream(record: OuroRecord) -> Table | None:
 
 def _loop(record: OuroRecord, k: int) -> str:
     return f"{k}*" if k == record.subject.num_loops else str(k)
-
-
-def _nth(values: list[float | None], place: int) -> float | None:
-    """Of a file that may lack some."""
-    return values[place] if 0 <= place < len(values) else None
-
-
-def _count(number: int | None) -> str:
-    return ABSENT if number is None else f"{number:,}"

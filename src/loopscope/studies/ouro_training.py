@@ -9,20 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from loopscope.config import Config, ObjectiveConfig
 from loopscope.designs import design
-from loopscope.files import read_as, without_nan, write_json
 from loopscope.presets import preset
+from loopscope.results.ouro import (
+    AS_IT_IS,
+    OURO,
+    OURO_TRAINING,
+    REMOVED,
+    OuroRecord,
+    OuroRequest,
+    OuroTraining,
+    TrainedOuro,
+)
+from loopscope.results.record import read_record, write_record
 from loopscope.rows.conditions import CONDITIONS, OURO_TRAIN, Condition, OuroSize
 from loopscope.rows.grid import Request, lay_out, record
 from loopscope.rows.spec import Layout, RowSpec, Say
 from loopscope.show.numbers import plain
 from loopscope.show.table import Column, Table, columns
-from loopscope.studies.ouro_record import AS_IT_IS, FILE, REMOVED, Asked, OuroRecord
 
 FINEWEB = "hf:HuggingFaceFW/fineweb:sample-10BT"
 TOKENS_PER_DOCUMENT = 400
@@ -111,47 +120,23 @@ def laid_out(request: TrainingRequest, out: Path, command: list[str], say: Say) 
 # --- what became of the rows -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """One row in numbers."""
-
-    name: str
-    condition: str
-    seed: int
-    steps: int
-    tokens: int
-    """Trained on."""
-    num_loops: int
-    ce: float | None
-    """At the trained depth, on validation text."""
-    perplexity: float | None
-    exit_failure: float | None
-    """CE(1) − CE(K)."""
-    norm: float | None
-    """Mean ‖h_K‖."""
-    sweep_span: float | None
-    """Nats by which CE varies when the final state is scaled by 0.1 to 10 before the readout it was trained with."""
-    radial_share: float | None
-    verdict: str
-
-
-def checks_asked(spec: RowSpec, sweep_tokens: int) -> Asked:
+def checks_asked(spec: RowSpec, sweep_tokens: int) -> OuroRequest:
     """What `check_ouro` measures of a row: its own validation text, every depth it was trained at."""
     depths = list(range(1, spec.config.model.num_loops + 1))
     length = spec.config.sequence_length
-    return Asked(
+    return OuroRequest(
         depths=depths, data=[], tokenizer="", length=length, max_tokens=spec.eval_tokens, sweep_tokens=sweep_tokens
     )
 
 
-def trained_row(spec: RowSpec, record: OuroRecord) -> Trained:
+def trained_row(spec: RowSpec, record: OuroRecord) -> TrainedOuro:
     """A row and the checks of it."""
     training, last, depths = spec.config.training, record.last, record.depths
     num_loops = spec.config.model.num_loops
     own = AS_IT_IS if CONDITIONS[spec.condition].readout == "rmsnorm" else REMOVED
     first, full = (None, None) if depths is None else (depths.at(1), depths.at(num_loops))
     ce = None if full is None else full.ce
-    return Trained(
+    return TrainedOuro(
         name=spec.name,
         condition=spec.condition,
         seed=spec.seed,
@@ -170,13 +155,12 @@ def trained_row(spec: RowSpec, record: OuroRecord) -> Trained:
 
 def publish_training(
     size: str, rows: Mapping[str, RowSpec], out: Path, say: Callable[[str], None]
-) -> tuple[list[Trained], Table]:
+) -> tuple[list[TrainedOuro], Table]:
     """ouro-train.json, tables/trained.* and Figure 6, from the ouro.json of every row that has one."""
-    found = {name: read_as(out / "rows" / name / FILE, OuroRecord.from_json, {}) for name in rows}
+    found = {name: read_record(out / "rows" / name / OURO, OuroRecord, {}) for name in rows}
     records = {name: record for name, record in found.items() if record is not None}
     trained = [trained_row(rows[name], record) for name, record in records.items()]
-    values: dict[str, Any] = {"schema_version": 1, "size": size, "rows": [asdict(each) for each in trained]}
-    write_json(out / "ouro-train.json", without_nan(values))
+    write_record(out / OURO_TRAINING, OuroTraining(size=size, rows=trained))
     table = trained_table(trained)
     table.write(out / "tables")
     try:
@@ -188,7 +172,7 @@ def publish_training(
     return trained, table
 
 
-def trained_table(trained: Sequence[Trained]) -> Table:
+def trained_table(trained: Sequence[TrainedOuro]) -> Table:
     """One line for each row."""
     rows: list[list[object]] = []
     for each in trained:
