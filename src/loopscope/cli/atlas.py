@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,11 +15,10 @@ from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
+from loopscope.show.table import Table
 from loopscope.studies.atlas_record import HOPS_STEPS, SEED, STEPS
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.rows.backends import Backend
     from loopscope.rows.spec import Layout
     from loopscope.studies.atlas import Request
@@ -105,7 +104,7 @@ examples:
         if self.json:
             print_json(**record.to_json())
             return EXIT_FINDINGS if failed else EXIT_OK
-        print_tables(*(_table(record, setting) for setting in record.settings()))
+        print_tables(*(_brief(record, setting) for setting in record.settings()), lines=True)
         print_words("\n".join(_in_words(self.out, record)))
         return EXIT_FINDINGS if failed else EXIT_OK
 
@@ -143,19 +142,13 @@ examples:
         return make_backend(self.on, rows_at_once=self.rows_at_once, threads=self.threads, gpus=0, retries=self.retries)
 
 
-def _table(record: AtlasRecord, setting: Setting) -> Table:
-    from rich.table import Table
+def _brief(record: AtlasRecord, setting: Setting) -> Table:
+    """The columns that say most: a terminal is narrow."""
+    from loopscope.studies.atlas_properties import PROPERTIES, atlas_table
 
-    from loopscope.studies.atlas_properties import PROPERTIES, cell_of
-
-    columns = [each for each in PROPERTIES if each.key in IN_TERMINAL]
-    table = Table("design", title=setting.title, title_justify="left", show_lines=True)
-    for each in columns:
-        table.add_column(each.title, overflow="fold")
-    for design in record.designs:
-        if (entry := record.entry(design.name, setting)) is not None:
-            table.add_row(design.name, *(cell_of(entry, each).text for each in columns))
-    return table
+    whole = atlas_table(record, setting)
+    left_out = (each.title for each in PROPERTIES if each.key not in IN_TERMINAL)
+    return replace(whole, title=setting.title, note="").without(*left_out)
 
 
 def _in_words(out: Path, record: AtlasRecord) -> list[str]:

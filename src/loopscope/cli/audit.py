@@ -19,11 +19,10 @@ from loopscope.config import MOST_LOOPS, ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
 from loopscope.files import write_atomically, write_json
+from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.auditing.audit import Supervised
     from loopscope.auditing.motion import Motion
     from loopscope.auditing.push import PushResult
@@ -276,43 +275,31 @@ def print_audit(result: AuditResult, stage: str = "untrained") -> None:
 
 
 def _variables(result: AuditResult) -> Table:
-    from rich.table import Table
-
-    table = Table(title="variables of the state", title_justify="left")
-    for name in ("variable", "verdict", "evidence"):
-        table.add_column(name, overflow="fold")
-    for variable in result.variables:
-        table.add_row(variable.name, variable.verdict, variable.evidence)
-    return table
+    rows = [[variable.name, variable.verdict, variable.evidence] for variable in result.variables]
+    return Table("variables of the state", ["variable", "verdict", "evidence"], rows)
 
 
 def _loops(result: AuditResult) -> Table:
-    from rich.table import Table
-
-    table = Table(title="loops", title_justify="left")
-    for name in ("loop", "CE", "‖h‖", "scale s", "radial gradient share", "next s − s", "predicted ã/d", "angular × s"):
-        table.add_column(name, justify="right")
+    rows: list[list[object]] = []
     for loop in result.loops[: result.model.num_loops]:
         at = loop.activity
-        numbers = (loop.ce, at.norm, at.scale, loop.radial_gradient_share, at.radial_increment, at.predicted_increment)
-        cells = [_cell(value) for value in (*numbers, at.angular_step_times_scale)]
-        table.add_row(f"{at.k}{'*' if loop.supervised else ''}", *cells)
-    table.caption = "* supervised"
-    return table
+        motion = (at.radial_increment, at.predicted_increment, at.angular_step_times_scale)
+        name = f"{at.k}{'*' if loop.supervised else ''}"
+        rows.append([name, loop.ce, at.norm, at.scale, loop.radial_gradient_share, *motion])
+    names = ("CE", "‖h‖", "scale s", "radial gradient share", "next s − s", "predicted ã/d", "angular × s")
+    return Table("loops", [Column("loop", align="right"), *columns(".3g", *names)], rows, "* supervised", absent="")
 
 
 def _pushes(pushed: PushResult) -> Table:
-    from rich.table import Table
-
     options = pushed.options
-    table = Table(title="push test", title_justify="left")
-    for name in ("variable", "growth", "the objective paid", "size", "without the reward"):
-        table.add_column(name, justify="left" if name == "variable" else "right")
+    rows = []
     for push in pushed.pushes:
         growth = f"{push.growth:.3g}-fold{' (ran)' if push.is_far else ''}"
-        table.add_row(push.name, growth, f"{push.paid:+.3f} nats", _cell(push.size), _cell(push.twin_size))
-    table.caption = f"reward {options.weight:g}·log size, {options.steps} steps after {options.warm_up}"
-    return table
+        rows.append([push.name, growth, f"{push.paid:+.3f} nats", push.size, push.twin_size])
+    header = [Column("variable"), Column("growth", align="right"), Column("the objective paid", align="right")]
+    header += columns(".3g", "size", "without the reward")
+    note = f"reward {options.weight:g}·log size, {options.steps} steps after {options.warm_up}"
+    return Table("push test", header, rows, note, absent="")
 
 
 def _motion(motion: Motion) -> str:
@@ -321,10 +308,6 @@ def _motion(motion: Motion) -> str:
     cosines = motion.median_cosine
     lines.append(f"cos(h_t, h_{motion.loops}), median  {sparkline(cosines)}  {min(cosines):.3g} … {max(cosines):.3g}")
     return "\n".join(["tokens, by how they move", *lines])
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
 
 
 def _plots(result: AuditResult) -> str:

@@ -15,11 +15,10 @@ from loopscope.cli.terminal import bar, print_json, print_tables, print_text, pr
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_tokenizer, check_word
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.verbs.calibration import Calibration, Certificate
 
 
@@ -126,38 +125,28 @@ examples:
 
 
 def _table(found: Calibration) -> Table:
-    from rich.table import Table
-
     units = ", ".join(f"{count} {name}" for name, count in found.units.items())
-    table = Table(title=f"{found.target}: units of {found.unit_tokens} tokens, {units}", title_justify="left")
-    names = ["rule", "threshold", "loops", "saved beyond fixed", "perplexity"]
-    is_clipped = any(each.clipped_above or each.test_clipped_above for each in (found.fixed, *found.certificates))
-    names += ["clipped"] if is_clipped else []
-    names += ["p", "Hoeffding–Bentkus p"]
-    names += ["tokens/s"] if found.tokens_per_second is not None else []
-    names += ["held"] if found.verify else []
-    for name in names:
-        table.add_column(name, justify="left" if name == "rule" else "right")
-    for each in (found.fixed, *found.certificates):
+    tested = (found.fixed, *found.certificates)
+    rows: list[list[object]] = []
+    for each in tested:
         if each.threshold is None or each.mean_loops is None:
-            table.add_row(each.rule, "none")
+            rows.append([each.rule, "none", *[None] * 8])
             continue
-        saved = found.saved_beyond_fixed(each)
-        cells = {
-            "rule": each.rule,
-            "threshold": "never" if math.isinf(each.threshold) else f"{each.threshold:.4g}",
-            "loops": f"{each.mean_loops:.2f}",
-            "saved beyond fixed": "" if each is found.fixed or saved is None else f"{saved:+.2f}",
-            "perplexity": f"{each.ppl_increase:+.2%}",
-            "clipped": f"{each.clipped_ppl_increase:+.2%}",
-            "p": f"{each.p_value:.2g}",
-            "Hoeffding–Bentkus p": f"{each.hoeffding_bentkus:.2g}",
-            "tokens/s": _speed(found, each),
-            "held": f"{each.verified} of {found.verify}{'' if each.passed else ', too few'}",
-        }
-        table.add_row(*(cells[name] for name in names))
-    table.caption = "loops and perplexity on the test units, which no threshold was chosen on"
-    return table
+        threshold = "never" if math.isinf(each.threshold) else f"{each.threshold:.4g}"
+        saved = None if each is found.fixed else found.saved_beyond_fixed(each)
+        costs = (each.ppl_increase, each.clipped_ppl_increase, each.p_value, each.hoeffding_bentkus)
+        held = f"{each.verified} of {found.verify}{'' if each.passed else ', too few'}"
+        rows.append([each.rule, threshold, each.mean_loops, saved, *costs, _speed(found, each), held])
+    header = [Column("rule"), Column("threshold", align="right"), Column("loops", ".2f")]
+    header += [Column("saved beyond fixed", "+.2f"), *columns("+.2%", "perplexity", "clipped")]
+    header += [*columns(".2g", "p", "Hoeffding–Bentkus p"), Column("tokens/s", align="right")]
+    header += [Column("held", align="right")]
+    is_clipped = any(each.clipped_above or each.test_clipped_above for each in tested)
+    asked = {"clipped": is_clipped, "tokens/s": found.tokens_per_second is not None, "held": bool(found.verify)}
+    title = f"{found.target}: units of {found.unit_tokens} tokens, {units}"
+    note = "loops and perplexity on the test units, which no threshold was chosen on"
+    whole = Table(title, header, rows, note, absent="")
+    return whole.without(*(name for name, is_asked in asked.items() if not is_asked))
 
 
 def _speed(found: Calibration, each: Certificate) -> str:

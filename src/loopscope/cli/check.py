@@ -10,11 +10,10 @@ from tyro.conf import Positional
 from loopscope.cli.terminal import print_json, print_tables, print_text, progress
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK
+from loopscope.show.table import Column, Table
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.inference.conformance import CheckResult
     from loopscope.verbs.checks import Checked
 
@@ -80,13 +79,10 @@ STATUSES = ("passed", "found", "not applicable")
 
 
 def _table(checks: tuple[CheckResult, ...]) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    for name in ("check", "claim", "result", "largest difference", "changed choices"):
-        table.add_column(name, overflow="fold", justify="right" if name[0] in "l" or "choices" in name else "left")
+    rows = []
     for each in checks:
         claim = each.claim if each.reason is None else f"{each.claim}: {each.reason}"
-        numbers = (f"{each.largest:.1g}", f"{each.flips} of {each.choices}") if each.ways else ("", "")
-        table.add_row(each.name, claim, each.status, *numbers)
-    return table
+        flips = f"{each.flips} of {each.choices}" if each.ways else None
+        rows.append([each.name, claim, each.status, each.largest if each.ways else None, flips])
+    header = [Column("check"), Column("claim"), Column("result"), Column("largest difference", ".1g")]
+    return Table("", [*header, Column("changed choices", align="right")], rows, absent="")

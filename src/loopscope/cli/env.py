@@ -10,6 +10,7 @@ from typing import ClassVar
 from loopscope.cli.terminal import print_json, print_tables
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK
+from loopscope.show.table import Table
 
 EXAMPLE_ROWS, EXAMPLE_VOCABULARY = 4096, 20_000
 """The loss's chunk size depends on the model; the paper's (4 loops × 1,024 tokens) stands for it here."""
@@ -40,13 +41,8 @@ examples:
         if self.json:
             print_json(system=system, versions=versions(), choices=[dataclasses.asdict(choice) for choice in choices])
             return EXIT_OK
-        from rich.table import Table
-
-        packages = Table("package", "version", title=system, title_justify="left")
-        for name, version in versions().items():
-            packages.add_row(name, version or "not installed")
-        decisions = Table("choice", "value", "reason", title="automatic choices", title_justify="left")
-        for choice in choices:
-            decisions.add_row(choice.name, str(choice.value), choice.reason)
-        print_tables(packages, decisions)
+        packages = [[name, version or "not installed"] for name, version in versions().items()]
+        decisions = [[choice.name, str(choice.value), choice.reason] for choice in choices]
+        chosen = Table("automatic choices", ["choice", "value", "reason"], decisions)
+        print_tables(Table(system, ["package", "version"], packages), chosen)
         return EXIT_OK

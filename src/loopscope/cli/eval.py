@@ -16,11 +16,10 @@ from loopscope.cli.verb import Verb
 from loopscope.config import MOST_LOOPS
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
+from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_policy, check_tokenizer, check_word
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.auditing.exit_gap import ExitGap
     from loopscope.results.evaluation import CacheTable, Timing
     from loopscope.verbs.downstream import TaskEvaluation
@@ -184,23 +183,20 @@ examples:
 
 
 def _task_table(result: TaskEvaluation) -> Table:
-    from rich.table import Table
-
     opened = result.opened
     stage = opened.stage if opened.step is None else f"step {opened.step}"
-    table = Table(title=f"{opened.name}, {stage}, lm-evaluation-harness {result.harness}", title_justify="left")
-    table.add_column("task")
-    table.add_column("metric")
-    for name in ("n", *(f"{k} loop{'s' if k > 1 else ''}" for k in result.depths)):
-        table.add_column(name, justify="right")
+    rows: list[list[object]] = []
     for score in result.scores:
         cells = [
             f"{value:.4g}" + (f" ±{score.errors[k]:.2g}" if k in score.errors else "")
             for k, value in score.values.items()
         ]
         arrow = {True: " ↑", False: " ↓", None: ""}[score.higher_is_better]
-        table.add_row(score.task, score.metric + arrow, "" if score.samples is None else str(score.samples), *cells)
-    return table
+        rows.append([score.task, score.metric + arrow, score.samples, *cells])
+    header = [Column("task"), Column("metric"), *columns("d", "n")]
+    header += columns(".4g", *(f"{k} loop{'s' if k > 1 else ''}" for k in result.depths))
+    title = f"{opened.name}, {stage}, lm-evaluation-harness {result.harness}"
+    return Table(title, header, rows, absent="")
 
 
 def _task_chart(result: TaskEvaluation) -> str:
@@ -245,55 +241,40 @@ def _depth(digits: str) -> int:
 
 def _answer_table(result: EvaluationResult) -> Table:
     """Accuracy over steps and loops; a row is a number of steps, so that a staircase shows what a loop does."""
-    from rich.table import Table
-
-    scores = result.scores
-    table = Table(title="right answers in %, by the steps they take and the loops run", title_justify="left")
-    for name in ("steps", "answers", *(f"{depth.k}" for depth in scores.depths)):
-        table.add_column(name, justify="right")
-    for row in scores.answers:
-        shares = (row.accuracy.get(depth.k) for depth in scores.depths)
-        table.add_row(str(row.steps), str(row.count), *("" if it is None else f"{100 * it:.0f}" for it in shares))
-    return table
+    depths = [depth.k for depth in result.scores.depths]
+    percents = [{k: 100 * share for k, share in row.accuracy.items()} for row in result.scores.answers]
+    rows = [
+        [row.steps, row.count, *map(shares.get, depths)]
+        for row, shares in zip(result.scores.answers, percents, strict=True)
+    ]
+    header = [*columns("d", "steps", "answers"), *columns(".0f", *map(str, depths))]
+    return Table("right answers in %, by the steps they take and the loops run", header, rows, absent="")
 
 
 def _table(result: EvaluationResult) -> Table:
-    from rich.table import Table
-
     opened, scores = result.opened, result.scores
     parts = [opened.name, opened.stage if opened.step is None else f"step {opened.step}"]
     parts += [] if opened.tokenizer is None else [f"{opened.tokenizer.kind} tokenizer"]
     counted = "answers" if scores.answers else "tokens"
-    table = Table(title=", ".join([*parts, f"{scores.tokens:,} {counted}"]), title_justify="left")
-    if (verdict := result.beyond) is not None:
-        table.caption, table.caption_justify = verdict.sentence, "left"
     timed = list(dict.fromkeys(each.what for each in result.speed))
     kept = {each.k: each.bytes_per_token for each in result.speed if each.bytes_per_token is not None}
-    names = [
-        "loops",
-        "CE (nats/token)",
-        "perplexity",
-        "bits per byte",
-        "‖h‖",
-        *(f"{what} (tokens/s)" for what in timed),
-    ]
-    for name in [*names, "cache (B/token)"] if kept else names:
-        table.add_column(name, justify="right")
+    rows: list[list[object]] = []
     for score in scores.depths:
-        numbers = ((score.ce, ".4f"), (score.perplexity, ".2f"), (score.bits_per_byte, ".4f"), (score.norm, ".4g"))
         speeds = [_rate(_timing(result, score.k, what)) for what in timed]
-        bytes_kept = [f"{kept[score.k]:,}"] if kept else []
-        cells = ["" if number is None else format(number, form) for number, form in numbers]
-        table.add_row(str(score.k), *cells, *speeds, *bytes_kept)
-    if scores.halting:
-        table.add_section()
+        numbers = (score.ce, score.perplexity, score.bits_per_byte, score.norm)
+        rows.append([str(score.k), *numbers, *speeds, kept.get(score.k)])
     for halted in scores.halting:
-        found = ((halted.ce, ".4f"), (halted.perplexity, ".2f"), (halted.bits_per_byte, ".4f"))
-        cells = ["" if number is None else format(number, form) for number, form in found]
-        rate = "" if halted.tokens_per_second is None else f"{halted.tokens_per_second:,.0f}"
-        speeds = [rate if what == "decode" else "" for what in timed]
-        table.add_row(f"{halted.policy}: {halted.mean_loops:.2f}", *cells, "", *speeds)
-    return table
+        rate = None if halted.tokens_per_second is None else f"{halted.tokens_per_second:,.0f}"
+        decoded = (rate if what == "decode" else None for what in timed)
+        numbers = (halted.ce, halted.perplexity, halted.bits_per_byte, None)
+        rows.append([f"{halted.policy}: {halted.mean_loops:.2f}", *numbers, *decoded, None])
+    header = [Column("loops", align="right"), Column("CE (nats/token)", ".4f"), Column("perplexity", ".2f")]
+    header += [Column("bits per byte", ".4f"), Column("‖h‖", ".4g")]
+    header += [*(Column(f"{what} (tokens/s)", align="right") for what in timed), Column("cache (B/token)", ",")]
+    title = ", ".join([*parts, f"{scores.tokens:,} {counted}"])
+    note = "" if result.beyond is None else result.beyond.sentence
+    table = Table(title, header, rows, note, absent="", parts=(len(scores.depths),) if scores.halting else ())
+    return table if kept else table.without("cache (B/token)")
 
 
 def _timing(result: EvaluationResult, k: int, what: str) -> Timing:
@@ -327,41 +308,26 @@ def _chart(result: EvaluationResult) -> str:
 
 
 def _exit_table(gaps: Sequence[ExitGap]) -> Table:
-    from rich.table import Table
-
     first = gaps[0]
-    title = f"exits: fitted on {first.fit_tokens:,} tokens, asked on {first.test_tokens:,} in {first.units} windows"
-    table = Table(title=title, title_justify="left")
-    table.caption, table.caption_justify = "shares of the gap that a map would mend, with 95 % intervals", "left"
-    names = [mend.name for mend in first.mends]
-    for name in ("exit", f"CE − CE({first.num_loops})", *names):
-        table.add_column(name, justify="right")
-    table.add_column("the exit is")
+    rows: list[list[object]] = []
     for gap in gaps:
-        shares = ["" if it.share is None else f"{it.share:.0%} [{it.low:.0%}, {it.high:.0%}]" for it in gap.mends]
+        shares = [None if it.share is None else f"{it.share:.0%} [{it.low:.0%}, {it.high:.0%}]" for it in gap.mends]
         span = f"{gap.gap:+.4f} [{gap.gap_low:+.4f}, {gap.gap_high:+.4f}]"
-        table.add_row(str(gap.loop), span, *shares, gap.verdict)
-    return table
+        rows.append([gap.loop, span, *shares, gap.verdict])
+    names = (f"CE − CE({first.num_loops})", *(mend.name for mend in first.mends))
+    header = [*columns("d", "exit"), *(Column(name, align="right") for name in names), Column("the exit is")]
+    title = f"exits: fitted on {first.fit_tokens:,} tokens, asked on {first.test_tokens:,} in {first.units} windows"
+    note = "shares of the gap that a map would mend, with 95 % intervals"
+    return Table(title, header, rows, note, absent="")
 
 
 def _cache_table(cache: CacheTable) -> Table:
-    from rich.table import Table
-
-    title = f"cache policies at {cache.num_loops} loops: {cache.windows} windows, {cache.tokens:,} decoded tokens"
-    table = Table(title=title, title_justify="left")
-    for name in ("policy", "applies to"):
-        table.add_column(name)
-    for name in ("bytes/token", "of exact", "ΔCE (nats/token)", "± s.e."):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
+    rows: list[list[object]] = []
     for cost in cache.policies:
-        numbers = (
-            (cost.bytes_per_token, ",d"),
-            (cost.share, ".3g"),
-            (cost.delta_ce, "+.4f"),
-            (cost.standard_error, ".4f"),
-        )
-        cells = ["not finite" if number is None else format(number, form) for number, form in numbers]
-        is_exact = cost.policy == "exact"
-        table.add_row(cost.policy, "" if is_exact else cost.applies_to, *cells, "" if is_exact else cost.verdict)
-    return table
+        numbers = (cost.bytes_per_token, cost.share, cost.delta_ce, cost.standard_error)
+        exact = cost.policy == "exact"
+        rows.append([cost.policy, "" if exact else cost.applies_to, *numbers, "" if exact else cost.verdict])
+    header = [Column("policy"), Column("applies to"), Column("bytes/token", ",d"), Column("of exact", ".3g")]
+    header += [Column("ΔCE (nats/token)", "+.4f"), Column("± s.e.", ".4f"), Column("verdict")]
+    title = f"cache policies at {cache.num_loops} loops: {cache.windows} windows, {cache.tokens:,} decoded tokens"
+    return Table(title, header, rows, absent="not finite")

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from loopscope.cli.terminal import duration, say
 from loopscope.results.run import Logged, LoggedEvaluation, LoggedEvent, LoggedStep
+from loopscope.show.table import Column, Table, columns
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
     from loopscope.rows.backends import Backend
     from loopscope.rows.ledger import Ledger, RowStatus
@@ -57,20 +58,16 @@ class Watch:
 
     def table(self, train: LoggedStep, evaluation: LoggedEvaluation | None, events: list[str]) -> Table:
         """The live view."""
-        from rich.table import Table
-
         step = max(self.now(), train.step)  # the row is as old as the last logged step, the run goes on
         title = f"step {step}/{self.steps}   loss {train.loss:.4f}   lr {train.lr:.2g}   {self.rates(step)}"
-        caption = "\n".join(events[-3:]) or None
-        table = Table("loop", title=title, caption=caption, title_justify="left", caption_justify="left")
-        for name in ("CE", "radial gradient share", "‖h‖", "validation CE"):
-            table.add_column(name, justify="right")
         supervised = dict(zip(train.loops, zip(train.ce, train.radial_gradient_share, strict=True), strict=True))
-        for k, norm in enumerate(train.norm, start=1):
-            ce, share = (f"{supervised[k][0]:.4f}", f"{supervised[k][1]:.1e}") if k in supervised else ("", "")
-            scored = [] if evaluation is None else evaluation.ce
-            table.add_row(str(k), ce, share, f"{norm:.4g}", f"{scored[k - 1]:.4f}" if k <= len(scored) else "")
-        return table
+        scored = dict(enumerate([] if evaluation is None else evaluation.ce, start=1))
+        rows = [
+            [str(k), *supervised.get(k, (None, None)), norm, scored.get(k)]
+            for k, norm in enumerate(train.norm, start=1)
+        ]
+        header = [Column("loop"), Column("CE", ".4f"), Column("radial gradient share", ".1e"), Column("‖h‖", ".4g")]
+        return Table(title, [*header, Column("validation CE", ".4f")], rows, "\n".join(events[-3:]), absent="")
 
 
 def _peak_tokens_per_second(trainer: Trainer) -> float | None:
@@ -103,8 +100,10 @@ def watching(trainer: Trainer) -> Iterator[None]:
     scores: LoggedEvaluation | None = None
     events: list[str] = []
 
-    def view() -> Table | str:
-        return f"step {watch.now() + 1}/{watch.steps}" if last is None else watch.table(last, scores, events)
+    def view() -> RichTable | str:
+        if last is None:
+            return f"step {watch.now() + 1}/{watch.steps}"
+        return watch.table(last, scores, events).terminal()
 
     def remember(row: Logged) -> None:
         nonlocal last, scores
@@ -181,7 +180,7 @@ def _shown(total: int, ledger: Ledger) -> Iterator[tuple[Callable[[Event], None]
                 for text in [f"{event.row.name} {event.what}: {event.message}", *_quoted_log(ledger, event)]:
                     console.print(text, markup=False)
 
-        yield news, lambda overview: live.update(_live_table(overview))
+        yield news, lambda overview: live.update(_live_table(overview).terminal())
 
 
 def _event_line(event: Event, overview: Overview | None, total: int) -> str:
@@ -199,23 +198,17 @@ def _quoted_log(ledger: Ledger, event: Event) -> list[str]:
 
 
 def _live_table(overview: Overview) -> Table:
-    from rich.table import Table
-
-    title = f"{overview.finished} of {len(overview.rows)} rows finished, {_left(overview)}"
-    table = Table("row", "state", title=title, title_justify="left")
-    for name in ("step", "CE", "‖h_K‖", "attempt", "seconds"):
-        table.add_column(name, justify="right")
-    for row in overview.rows:
-        if row.state == "open" and not row.step:
-            continue
+    begun = [row for row in overview.rows if row.state != "open" or row.step]
+    rows: list[list[object]] = []
+    for row in begun:
         state = f"{row.state}: {row.stage}" if row.state == "running" and row.stage else row.state
-        ce, norm = (f"{value:.4g}" if value is not None else "" for value in (row.ce, row.norm))
         step = f"{row.step}/{row.spec.config.training.steps}"
-        table.add_row(row.spec.name, state, step, ce, norm, str(row.attempts or ""), f"{row.seconds:.0f}")
-    waiting = sum(row.state == "open" and not row.step for row in overview.rows)
-    if waiting:
-        table.caption, table.caption_justify = f"and {waiting} rows that have not begun", "left"
-    return table
+        rows.append([row.spec.name, state, step, row.ce, row.norm, row.attempts or None, row.seconds])
+    header = [Column("row"), Column("state"), Column("step", align="right"), *columns(".4g", "CE", "‖h_K‖")]
+    header += [Column("attempt", "d"), Column("seconds", ".0f")]
+    title = f"{overview.finished} of {len(overview.rows)} rows finished, {_left(overview)}"
+    waiting = len(overview.rows) - len(begun)
+    return Table(title, header, rows, f"and {waiting} rows that have not begun" if waiting else "", absent="")
 
 
 def _left(overview: Overview) -> str:

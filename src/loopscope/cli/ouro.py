@@ -117,7 +117,7 @@ examples:
         if self.json:
             print_json(**as_json(record), out=str(out))
         else:
-            print_tables(*(_brief(table).terminal() for table in tables))
+            print_tables(*map(_brief, tables))
             print_words(f"{conclusion(record)}\nouro.json, tables and figures in {out}")
         return EXIT_FINDINGS if record.verdict == "does not hold here" else EXIT_OK
 
@@ -245,7 +245,7 @@ examples:
             failures = [{"name": row.spec.name, "error": row.error} for row in failed]
             print_json(size=self.size, rows=as_json(trained), failures=failures, out=str(out))
         else:
-            print_tables(table.terminal())
+            print_tables(table)
             print_words(f"ouro-train.json, tables and Figure 6 in {out}; every row has an ouro.json")
         return EXIT_OK if not failed and all(each.verdict == "holds" for each in trained) else EXIT_FINDINGS
 

@@ -15,10 +15,9 @@ from loopscope.config import Config, ModelConfig, config_to_dict, config_to_yaml
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.presets import PRESETS
+from loopscope.show.table import Column, Table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.results.plan import TrainingPlan
 
 
@@ -118,43 +117,25 @@ def _hides_per_loop(config: ModelConfig) -> list[frozenset[str] | None]:
 
 
 def _parameter_table(parameters: dict[str, int], active: int) -> Table:
-    from rich.table import Table
-
     total = sum(parameters.values())
     title = f"{total / 1e6:,.1f}M parameters" + (f", {active / 1e6:,.1f}M per token" if active < total else "")
-    table = Table("part", title=title, title_justify="left")
-    table.add_column("parameters", justify="right")
-    table.add_column("share", justify="right")
-    for part, count in parameters.items():
-        if not count:
-            continue
-        table.add_row(part, f"{count:,}", f"{count / total:.1%}")
-    return table
+    rows = [[part, count, count / total] for part, count in parameters.items() if count]
+    return Table(title, ["part", Column("parameters", ","), Column("share", ".1%")], rows)
 
 
 def _loop_table(loops: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    table = Table("loop", "supervised", "readout hides", title="what the loss will see", title_justify="left")
+    rows = []
     for loop in loops:
-        supervised = "yes" if loop["supervised"] else "no"
         hides = "unknown: not a readout alone" if loop["hides"] is None else ", ".join(loop["hides"]) or "nothing"
-        table.add_row(str(loop["k"]), supervised, hides)
-    return table
+        rows.append([str(loop["k"]), "yes" if loop["supervised"] else "no", hides])
+    return Table("what the loss will see", ["loop", "supervised", "readout hides"], rows)
 
 
 def _memory_table(plan: TrainingPlan) -> Table:
-    from rich.table import Table
-
-    memory = dataclasses.asdict(plan.memory)
     title = f"{plan.memory.total / 2**20:,.0f} MiB per device, {plan.micro_batch.tokens:,} tokens at a time"
-    table = Table("memory", title=title, title_justify="left")
-    table.add_column("MiB", justify="right")
-    for name, count in memory.items():
-        if name == "total":
-            continue
-        table.add_row(name.replace("_", " "), f"{count / 2**20:,.1f}")
-    return table
+    parts = {name: count for name, count in dataclasses.asdict(plan.memory).items() if name != "total"}
+    rows = [[name.replace("_", " "), count / 2**20] for name, count in parts.items()]
+    return Table(title, ["memory", Column("MiB", ",.1f")], rows)
 
 
 def _in_words(plan: TrainingPlan) -> str:

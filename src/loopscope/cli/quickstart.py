@@ -13,10 +13,9 @@ from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, UnsupportedError
+from loopscope.show.table import Column, Table, columns
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.readings import Run
     from loopscope.results.evaluation import Depth
     from loopscope.rows.backends import Backend
@@ -136,17 +135,11 @@ def _trained(run: Run) -> list[Depth]:
 
 
 def _table(found: Sequence[Run]) -> Table:
-    from rich.table import Table
-
     loops = range(1, found[0].num_loops + 1)
-    table = Table("loss", "readout", title="validation, after each loop", title_justify="left")
-    for quantity in ("CE", "‖h‖"):
-        for k in loops:
-            table.add_column(f"{quantity} {k}", justify="right")
-    table.add_column("audit")
+    rows: list[list[object]] = []
     for run in found:
-        depths = _trained(run)
-        ce = (f"{depth.ce:.2f}" if depth.ce is not None else "–" for depth in depths)
-        norms = (f"{depth.norm:.1f}" if depth.norm is not None else "–" for depth in depths)
-        table.add_row(run.setting("objective", "placement"), run.setting("model", "readout"), *ce, *norms, run.verdict)
-    return table
+        depths, named = _trained(run), (run.setting("objective", "placement"), run.setting("model", "readout"))
+        rows.append([*named, *(depth.ce for depth in depths), *(depth.norm for depth in depths), run.verdict])
+    header = [Column("loss"), Column("readout"), *columns(".2f", *(f"CE {k}" for k in loops))]
+    header += [*columns(".1f", *(f"‖h‖ {k}" for k in loops)), Column("audit")]
+    return Table("validation, after each loop", header, rows)

@@ -14,11 +14,10 @@ from loopscope.cli.terminal import print_json, print_tables, print_text, print_w
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from loopscope.show.table import Column, Table
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.verbs.remedies import Remedied
 
 
@@ -94,22 +93,14 @@ examples:
 
 
 def _comparison(result: Remedied) -> Table:
-    from rich.table import Table
-
     was, now = result.before, result.after
-    table = Table(title=f"before and after: {result.how}", title_justify="left")
-    for name in ("", "before", "after"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_row("verdict", was.audit.verdict, now.audit.verdict)
-    for variable in ("scale", "mean"):
-        table.add_row(variable, was.audit.variable(variable).verdict, now.audit.variable(variable).verdict)
+    names = ("scale", "mean")
+    rows: list[list[object]] = [["verdict", was.audit.verdict, now.audit.verdict]]
+    rows += [[name, was.audit.variable(name).verdict, now.audit.variable(name).verdict] for name in names]
     pairs = list(zip(was.scores.depths, now.scores.depths, strict=True))
-    for old, new in pairs:
-        table.add_row(f"perplexity at loop {old.k}", _cell(old.perplexity, ".2f"), _cell(new.perplexity, ".2f"))
-    for old, new in pairs:
-        table.add_row(f"‖h_{old.k}‖", _cell(old.norm, ".4g"), _cell(new.norm, ".4g"))
-    return table
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    measured = [(f"perplexity at loop {old.k}", old.perplexity, new.perplexity, ".2f") for old, new in pairs]
+    measured += [(f"‖h_{old.k}‖", old.norm, new.norm, ".4g") for old, new in pairs]
+    for name, old, new, form in measured:
+        rows.append([name, *(None if value is None else format(value, form) for value in (old, new))])
+    header = [Column(""), Column("before", align="right"), Column("after", align="right")]
+    return Table(f"before and after: {result.how}", header, rows)

@@ -167,7 +167,7 @@ Figures 5 to 7 have commands of their own:
         for recipe in results.recipes() if self.rebuild else [self.recipe]:
             if listed := claims.of(recipe, "valid"):
                 made = replace(claims_table(listed), title=f"{claims.size}, {recipe} recipe, validation text", note="")
-                print_tables(made.without("rule").terminal(lines=True))
+                print_tables(made.without("rule"), lines=True)
         print_words(_in_words(out, results, failing))
         return exit_code
 

@@ -13,10 +13,9 @@ from tyro.conf import Positional
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
+from loopscope.show.table import Column, Table, columns
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from loopscope.results.scaling import ScalingRecord
 
 
@@ -107,26 +106,18 @@ examples:
 
 
 def _fits_table(found: ScalingRecord) -> Table:
-    from rich.table import Table
-
-    table = Table("φ", title="L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β", title_justify="left")
-    for name in ("E", "A", "α", "B", "β", "missed by", "left out: by"):
-        table.add_column(name, justify="right")
+    rows: list[list[object]] = []
     for fit in (found.fit, *found.beside):
         phi = f"{fit.phi:g} (fixed)" if fit.is_phi_fixed else found.told_phi
-        values = (f"{value:.3g}" for value in (fit.E, fit.A, fit.alpha, fit.B, fit.beta))
-        table.add_row(phi, *values, f"{fit.error:.2%}", f"{fit.held_out_error or 0:.2%}")
-    return table
+        rows.append([phi, fit.E, fit.A, fit.alpha, fit.B, fit.beta, fit.error, fit.held_out_error or 0.0])
+    header = [Column("φ", align="left"), *columns(".3g", "E", "A", "α", "B", "β")]
+    header += columns(".2%", "missed by", "left out: by")
+    return Table("L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β", header, rows)
 
 
 def _worth_table(found: ScalingRecord) -> Table:
-    from rich.table import Table
-
     from loopscope.results.scaling import interval
 
-    table = Table("loop r", title="what the r-th loop is worth, in recurrent parameters", title_justify="left")
-    for name in ("r^φ − (r−1)^φ", "95 % interval"):
-        table.add_column(name, justify="right")
-    for each in found.worth:
-        table.add_row(str(each.loop), f"{each.worth:.2f}", interval(each.low, each.high))
-    return table
+    rows = [[str(each.loop), each.worth, interval(each.low, each.high)] for each in found.worth]
+    header = [Column("loop r"), Column("r^φ − (r−1)^φ", ".2f"), Column("95 % interval", align="right")]
+    return Table("what the r-th loop is worth, in recurrent parameters", header, rows)

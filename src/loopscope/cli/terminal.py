@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from loopscope.files import without_nan
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from loopscope.show.table import Table
 
 SCHEMA_VERSION = 1
 REPORT_SECONDS = 10.0
@@ -42,14 +42,14 @@ def print_words(text: str) -> None:
     print_text(text)
 
 
-def print_tables(*tables: Table) -> None:
-    """Tables on stdout; no colours and a fixed width when it is not a terminal."""
+def print_tables(*tables: Table, lines: bool = False) -> None:
+    """Tables on stdout, with lines between long rows; no colours and a fixed width when it is not a terminal."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     with console.capture() as captured:  # rich would turn a closed pipe into an exit code of its own
         for table in tables:
-            console.print(table)
+            console.print(table.terminal(lines=lines))
     sys.stdout.write(captured.get())
 
 

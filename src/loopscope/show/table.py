@@ -62,6 +62,8 @@ class Table:
     """Of its files."""
     absent: str = ABSENT
     """How None is printed."""
+    parts: Sequence[int] = ()
+    """Rows before which a terminal draws a line."""
 
     @property
     def header(self) -> list[str]:
@@ -97,7 +99,9 @@ class Table:
         made.caption, made.caption_justify = self.note or None, "left"
         for column in self._columns:
             made.add_column(column.name, justify="right" if column.is_right else "left", overflow="fold")
-        for row in self.cells:
+        for place, row in enumerate(self.cells):
+            if place in self.parts:
+                made.add_section()
             made.add_row(*row)
         return made
 
