@@ -23,14 +23,15 @@ from loopscope.studies.scaling import (
     LOW_P,
     PHI,
     check_identifiable,
+    counted_by_the_laws,
     fit_law,
     fit_test_time,
     huber,
+    points_of,
     predicted_log_loss,
     predicted_losses,
     scaling,
 )
-from loopscope.studies.scaling_points import counted_by_the_laws, points_of
 
 TRUE = Fit(E=1.7, A=60.0, B=400.0, alpha=0.25, beta=0.35, phi=0.46, is_phi_fixed=False, objective=0.0, error=0.0)
 

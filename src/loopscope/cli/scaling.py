@@ -70,8 +70,7 @@ examples:
 
         runs = read_inputs(self.runs).runs
         from loopscope.results.record import write_record
-        from loopscope.studies.scaling import check_identifiable, scaling
-        from loopscope.studies.scaling_points import points_of
+        from loopscope.studies.scaling import check_identifiable, points_of, scaling
 
         points, left_out = points_of(runs)
         for line in left_out:
