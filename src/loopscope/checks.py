@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -75,7 +76,7 @@ def check_whole_numbers(config: Any) -> None:
 def check_types(config: Any) -> None:
     """Every value has its field's declared type; YAML and Python callers get no silent coercion."""
     check_whole_numbers(config)
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
         if not _matches(value, hint):
             raise ConfigError.of(name, value, f"expected {_describe(hint)}")
@@ -84,6 +85,12 @@ def check_types(config: Any) -> None:
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             raise ConfigError.of(name, value, "must be a finite number")
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Evaluating them takes longer than all that is checked with them, and a grid has hundreds of configurations."""
+    return typing.get_type_hints(kind)
 
 
 def _as_float(value: Any, hint: Any) -> Any:
