@@ -15,169 +15,91 @@ Names are imported on first use, so `import loopscope` is quick and does not loa
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from loopscope.auditing.clamp import clamped
-    from loopscope.auditing.push import PushOptions, PushResult
-    from loopscope.auditing.result import AuditResult
-    from loopscope.auditing.survey import AuditOptions
-    from loopscope.auditing.trial import Recipe
-    from loopscope.auditing.watch import watch
-    from loopscope.config import Config, ModelConfig, ObjectiveConfig, TargetConfig, load_config
-    from loopscope.errors import LoopscopeError
-    from loopscope.inference.cache import KVCache
-    from loopscope.model.looped_lm import LoopedLM, build
-    from loopscope.objectives.cross_entropy import ReadoutLoss, multi_readout_cross_entropy, reference_cross_entropy
-    from loopscope.objectives.placement import Objective, ObjectiveResult, sample_depth
-    from loopscope.objectives.terms import NormPenalty, ScaleAnchor, Term, ZLoss, norm_penalty, scale_anchor
-    from loopscope.presets import preset
-    from loopscope.protocol import (
-        Cached,
-        DeclaredVisibility,
-        ExitGate,
-        LinearReadout,
-        LoopedModel,
-        LoopState,
-        LoopTrace,
-        MixedDepths,
-        OwnLosses,
-        ProjectedKeys,
-        Scheduled,
-        SharedCore,
-        adapt,
-        run_loops,
-    )
-    from loopscope.targets import Opened, load
-    from loopscope.targets import open_target as open
-    from loopscope.verbs.audits import audit
-    from loopscope.verbs.calibration import Calibration, calibrate
-    from loopscope.verbs.checks import check
-    from loopscope.verbs.conversion import Converted, convert
-    from loopscope.verbs.downstream import TaskEvaluation, evaluate_tasks
-    from loopscope.verbs.evaluation import evaluate
-    from loopscope.verbs.generation import Generated, generate
-    from loopscope.verbs.pushes import push
-    from loopscope.verbs.remedies import remedy
-    from loopscope.verbs.training import train
+if TYPE_CHECKING:  # the one list of public names: type checkers and editors read it as it stands, `_homes` when running
+    from loopscope.auditing.clamp import clamped as clamped
+    from loopscope.auditing.push import PushOptions as PushOptions
+    from loopscope.auditing.push import PushResult as PushResult
+    from loopscope.auditing.result import AuditResult as AuditResult
+    from loopscope.auditing.survey import AuditOptions as AuditOptions
+    from loopscope.auditing.trial import Recipe as Recipe
+    from loopscope.auditing.watch import watch as watch
+    from loopscope.config import Config as Config
+    from loopscope.config import ModelConfig as ModelConfig
+    from loopscope.config import ObjectiveConfig as ObjectiveConfig
+    from loopscope.config import TargetConfig as TargetConfig
+    from loopscope.config import load_config as load_config
+    from loopscope.errors import LoopscopeError as LoopscopeError
+    from loopscope.inference.cache import KVCache as KVCache
+    from loopscope.model.looped_lm import LoopedLM as LoopedLM
+    from loopscope.model.looped_lm import build as build
+    from loopscope.objectives.cross_entropy import ReadoutLoss as ReadoutLoss
+    from loopscope.objectives.cross_entropy import multi_readout_cross_entropy as multi_readout_cross_entropy
+    from loopscope.objectives.cross_entropy import reference_cross_entropy as reference_cross_entropy
+    from loopscope.objectives.placement import Objective as Objective
+    from loopscope.objectives.placement import ObjectiveResult as ObjectiveResult
+    from loopscope.objectives.placement import sample_depth as sample_depth
+    from loopscope.objectives.terms import NormPenalty as NormPenalty
+    from loopscope.objectives.terms import ScaleAnchor as ScaleAnchor
+    from loopscope.objectives.terms import Term as Term
+    from loopscope.objectives.terms import ZLoss as ZLoss
+    from loopscope.objectives.terms import norm_penalty as norm_penalty
+    from loopscope.objectives.terms import scale_anchor as scale_anchor
+    from loopscope.presets import preset as preset
+    from loopscope.protocol import Cached as Cached
+    from loopscope.protocol import DeclaredVisibility as DeclaredVisibility
+    from loopscope.protocol import ExitGate as ExitGate
+    from loopscope.protocol import LinearReadout as LinearReadout
+    from loopscope.protocol import LoopedModel as LoopedModel
+    from loopscope.protocol import LoopState as LoopState
+    from loopscope.protocol import LoopTrace as LoopTrace
+    from loopscope.protocol import MixedDepths as MixedDepths
+    from loopscope.protocol import OwnLosses as OwnLosses
+    from loopscope.protocol import ProjectedKeys as ProjectedKeys
+    from loopscope.protocol import Scheduled as Scheduled
+    from loopscope.protocol import SharedCore as SharedCore
+    from loopscope.protocol import adapt as adapt
+    from loopscope.protocol import run_loops as run_loops
+    from loopscope.targets import Opened as Opened
+    from loopscope.targets import load as load
+    from loopscope.targets import open as open
+    from loopscope.verbs.audits import audit as audit
+    from loopscope.verbs.calibration import Calibration as Calibration
+    from loopscope.verbs.calibration import calibrate as calibrate
+    from loopscope.verbs.checks import check as check
+    from loopscope.verbs.conversion import Converted as Converted
+    from loopscope.verbs.conversion import convert as convert
+    from loopscope.verbs.downstream import TaskEvaluation as TaskEvaluation
+    from loopscope.verbs.downstream import evaluate_tasks as evaluate_tasks
+    from loopscope.verbs.evaluation import evaluate as evaluate
+    from loopscope.verbs.generation import Generated as Generated
+    from loopscope.verbs.generation import generate as generate
+    from loopscope.verbs.pushes import push as push
+    from loopscope.verbs.remedies import remedy as remedy
+    from loopscope.verbs.training import train as train
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "loopscope.auditing.survey": ("AuditOptions",),
-    "loopscope.auditing.clamp": ("clamped",),
-    "loopscope.auditing.push": ("PushOptions", "PushResult"),
-    "loopscope.auditing.result": ("AuditResult",),
-    "loopscope.auditing.trial": ("Recipe",),
-    "loopscope.auditing.watch": ("watch",),
-    "loopscope.config": ("Config", "ModelConfig", "ObjectiveConfig", "TargetConfig", "load_config"),
-    "loopscope.errors": ("LoopscopeError",),
-    "loopscope.inference.cache": ("KVCache",),
-    "loopscope.model.looped_lm": ("LoopedLM", "build"),
-    "loopscope.objectives.cross_entropy": ("ReadoutLoss", "multi_readout_cross_entropy", "reference_cross_entropy"),
-    "loopscope.objectives.placement": ("Objective", "ObjectiveResult", "sample_depth"),
-    "loopscope.objectives.terms": ("NormPenalty", "ScaleAnchor", "Term", "ZLoss", "norm_penalty", "scale_anchor"),
-    "loopscope.presets": ("preset",),
-    "loopscope.protocol": (
-        *("LoopState", "LoopTrace", "LoopedModel", "adapt", "run_loops"),
-        *(
-            "Cached",
-            "DeclaredVisibility",
-            "ExitGate",
-            "LinearReadout",
-            "MixedDepths",
-            "OwnLosses",
-            "ProjectedKeys",
-            "Scheduled",
-            "SharedCore",
-        ),
-    ),
-    "loopscope.targets": ("Opened", "load", "open_target"),
-    "loopscope.verbs.audits": ("audit",),
-    "loopscope.verbs.checks": ("check",),
-    "loopscope.verbs.calibration": ("Calibration", "calibrate"),
-    "loopscope.verbs.conversion": ("Converted", "convert"),
-    "loopscope.verbs.downstream": ("TaskEvaluation", "evaluate_tasks"),
-    "loopscope.verbs.evaluation": ("evaluate",),
-    "loopscope.verbs.generation": ("Generated", "generate"),
-    "loopscope.verbs.pushes": ("push",),
-    "loopscope.verbs.remedies": ("remedy",),
-    "loopscope.verbs.training": ("train",),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = [
-    "AuditOptions",
-    "AuditResult",
-    "Cached",
-    "Calibration",
-    "Config",
-    "Converted",
-    "DeclaredVisibility",
-    "ExitGate",
-    "Generated",
-    "KVCache",
-    "LinearReadout",
-    "LoopState",
-    "LoopTrace",
-    "LoopedLM",
-    "LoopedModel",
-    "LoopscopeError",
-    "MixedDepths",
-    "ModelConfig",
-    "NormPenalty",
-    "Objective",
-    "ObjectiveConfig",
-    "ObjectiveResult",
-    "Opened",
-    "OwnLosses",
-    "ProjectedKeys",
-    "PushOptions",
-    "PushResult",
-    "ReadoutLoss",
-    "Recipe",
-    "ScaleAnchor",
-    "Scheduled",
-    "SharedCore",
-    "TargetConfig",
-    "TaskEvaluation",
-    "Term",
-    "ZLoss",
-    "adapt",
-    "audit",
-    "build",
-    "calibrate",
-    "check",
-    "clamped",
-    "convert",
-    "evaluate",
-    "evaluate_tasks",
-    "generate",
-    "load",
-    "load_config",
-    "multi_readout_cross_entropy",
-    "norm_penalty",
-    "open",
-    "preset",
-    "push",
-    "reference_cross_entropy",
-    "remedy",
-    "run_loops",
-    "sample_depth",
-    "scale_anchor",
-    "train",
-    "watch",
-]
+@functools.cache
+def _homes() -> dict[str, str]:
+    """Public name → its module, from the imports above."""
+    listed = next(part for part in ast.parse(Path(__file__).read_text("utf-8")).body if isinstance(part, ast.If))
+    return {line.names[0].name: str(line.module) for line in listed.body if isinstance(line, ast.ImportFrom)}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "open":  # a module must not define `open` at its top: that would hide the built-in from its own code
-        return __getattr__("open_target")
-    if name not in _MODULE_OF:
+    if name == "__all__":
+        return sorted(_homes())
+    if name.startswith("__") or name not in _homes():
         raise AttributeError(f"module 'loopscope' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return getattr(importlib.import_module(_homes()[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_homes()])

@@ -316,3 +316,7 @@ def _module(opened: Opened) -> nn.Module:
 def load(path: Path | str) -> LoopedModel:
     """The model of a run folder (its newest checkpoint) or of one checkpoint folder, in evaluation mode."""
     return of_run(Path(path)).model
+
+
+open = open_target
+"""Its public name; nothing in this module opens a file by Python's own."""
