@@ -41,7 +41,7 @@ from torch import Tensor
 
 import loopscope as ls
 from loopscope.auditing.drift import drift
-from loopscope.auditing.push import PushOptions, push
+from loopscope.auditing.push import push
 from loopscope.auditing.trial import Recipe, Size, TrialObjective, log_size, size_along
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import PAPER_PENALTY, Config, ModelConfig, config_to_dict
@@ -50,6 +50,7 @@ from loopscope.data.stream import TaskStream, TrainingStream, evaluation_batches
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.objectives.terms import terms_of
+from loopscope.options import PushOptions
 from loopscope.protocol import Cache, LoopState
 from loopscope.results.thresholds import RAN
 from loopscope.rows.conditions import apply_recipe

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 import loopscope as ls
-from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.cli.formats import Audited, exit_code, junit, line_of, lines, sarif
+from loopscope.options import AuditOptions
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "pipeline"

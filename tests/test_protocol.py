@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 import loopscope as ls
 from loopscope import machine
-from loopscope.auditing.survey import AuditOptions
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError, ProtocolError, UnsupportedError
 from loopscope.inference.cache import KVCache
+from loopscope.options import AuditOptions
 from loopscope.protocol import Capability, LoopState, run_loops
 from loopscope.training.scores import score_batch
 

@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the one list of public names: type checkers and editors read it as it stands, `_homes` when running
     from loopscope.auditing.clamp import clamped as clamped
-    from loopscope.auditing.push import PushOptions as PushOptions
     from loopscope.auditing.push import PushResult as PushResult
     from loopscope.auditing.result import AuditResult as AuditResult
-    from loopscope.auditing.survey import AuditOptions as AuditOptions
     from loopscope.auditing.trial import Recipe as Recipe
     from loopscope.auditing.watch import watch as watch
     from loopscope.config import Config as Config
@@ -50,6 +48,8 @@ if TYPE_CHECKING:  # the one list of public names: type checkers and editors rea
     from loopscope.objectives.terms import ZLoss as ZLoss
     from loopscope.objectives.terms import norm_penalty as norm_penalty
     from loopscope.objectives.terms import scale_anchor as scale_anchor
+    from loopscope.options import AuditOptions as AuditOptions
+    from loopscope.options import PushOptions as PushOptions
     from loopscope.presets import preset as preset
     from loopscope.protocol import Cached as Cached
     from loopscope.protocol import DeclaredVisibility as DeclaredVisibility

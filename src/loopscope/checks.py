@@ -7,6 +7,7 @@ import functools
 import math
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from loopscope.errors import ConfigError
@@ -43,6 +44,19 @@ def check_positive(config: Any, *names: str) -> None:
             raise ConfigError.of(name, value, "must be above 0")
 
 
+def check_at_least(config: Any, least: float, *names: str) -> None:
+    """Numbers with a lower limit, where they are given."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < least:
+            raise ConfigError.of(name, value, f"must be at least {least}")
+
+
+def check_one_of(config: Any, name: str, allowed: Iterable[str]) -> None:
+    """A choice, where one is made."""
+    if (value := getattr(config, name)) is not None and value not in (known := tuple(allowed)):
+        raise ConfigError.of(name, value, f"allowed: {', '.join(known)}")
+
+
 def check_at_most(config: Any, most: float, *names: str) -> None:
     """Numbers with an upper limit."""
     for name in names:
@@ -51,10 +65,10 @@ def check_at_most(config: Any, most: float, *names: str) -> None:
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Numbers that must be at least 0."""
+    """Numbers that must be at least 0 where they are given."""
     for name in names:
-        if getattr(config, name) < 0:
-            raise ConfigError.of(name, getattr(config, name), "must not be negative")
+        if (value := getattr(config, name)) is not None and value < 0:
+            raise ConfigError.of(name, value, "must not be negative")
 
 
 def check_share(config: Any, name: str) -> None:

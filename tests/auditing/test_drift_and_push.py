@@ -17,13 +17,14 @@ from torch import nn
 import loopscope as ls
 from loopscope.auditing import audit as auditing
 from loopscope.auditing.drift import affordable, drift
-from loopscope.auditing.push import PushOptions, push
+from loopscope.auditing.push import push
 from loopscope.auditing.trial import FLOOR, Recipe, Trial, TrialObjective, log_size, size_along, size_within
 from loopscope.auditing.visibility import FIELDS, mean_field, scale_field
 from loopscope.config import ModelConfig, ObjectiveConfig, Placement
 from loopscope.errors import ConfigError, DataError, UnsupportedError
 from loopscope.model.looped_lm import GatedChargingLoopedLM
 from loopscope.objectives.terms import JacobianPenalty, terms_of
+from loopscope.options import PushOptions
 from loopscope.protocol import LoopState, LoopTrace, run_loops
 from loopscope.results.thresholds import DRIVEN_FROM
 from loopscope.show.numbers import percent

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from test_plan import RealStep, counted_flops
 
 import loopscope as ls
-from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import parse
 from loopscope.cli.train import Train
 from loopscope.config import Config, ModelConfig, ObjectiveConfig, TrainingConfig, config_from_dict, config_to_dict
@@ -22,6 +21,7 @@ from loopscope.errors import ConfigError
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.objectives.placement import Objective
 from loopscope.objectives.terms import terms_of
+from loopscope.options import AuditOptions
 from loopscope.protocol import Scheduled, run_loops
 from loopscope.targets import of_config
 from loopscope.training.checkpoint import load_model_tensors, model_tensors

@@ -12,7 +12,6 @@ from test_plan import RealStep, configure
 from torch import nn
 
 import loopscope as ls
-from loopscope.auditing.survey import AuditOptions
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import ConfigError
 from loopscope.objectives import terms as module
@@ -27,6 +26,7 @@ from loopscope.objectives.terms import (
     ZLoss,
     terms_of,
 )
+from loopscope.options import AuditOptions
 from loopscope.results.run import LoggedStep
 from loopscope.runs import RunFolder
 from loopscope.training.plan import plan_memory

@@ -11,10 +11,10 @@ import torch
 import yaml
 
 import loopscope as ls
-from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.config import Config, DataConfig, ModelConfig, ObjectiveConfig, TrainingConfig, load_config
 from loopscope.errors import ConfigError
+from loopscope.options import AuditOptions
 from loopscope.training import checkpoint
 
 QUICK = AuditOptions(states=2, prefix=6, tokens=48, rollout=5)
@@ -98,12 +98,6 @@ def test_audit_returns_what_the_verb_prints_but_for_what_it_cost(run, verb):
     result.pop("cost"), printed.pop("cost")
     assert result == printed
     assert result["model"]["supervised"] == [1, 2, 3] and result["model"]["step"] == 6
-
-
-def test_the_options_of_the_verb_and_of_the_function_have_one_set_of_defaults():
-    from loopscope.cli.audit import Audit
-
-    assert Audit(targets=("x",)).options() == AuditOptions()
 
 
 def test_the_audit_of_a_design_takes_its_weights_from_the_seed(verb):

@@ -26,10 +26,10 @@ from checkpoints import (
 from safetensors.torch import load_file
 
 import loopscope as ls
-from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.config import ModelConfig, TargetConfig, load_config
 from loopscope.data.tokenizers import bytes_tokenizer
+from loopscope.options import AuditOptions
 
 QUICK = AuditOptions(states=1, prefix=6, tokens=48, rollout=5)
 FLAGS = [

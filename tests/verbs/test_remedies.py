@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.auditing.survey import AuditOptions
+from loopscope.options import AuditOptions
 from loopscope.results.evaluation import Depth, Split
 from loopscope.verbs.remedies import HELD_SCALE, Measured, judge
 

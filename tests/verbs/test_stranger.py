@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.config import Config, DataConfig, ObjectiveConfig, TargetConfig, TrainingConfig, load_config
 from loopscope.errors import ConfigError, ProtocolError, RunError, UnsupportedError
+from loopscope.options import AuditOptions
 from loopscope.training import checkpoint
 
 QUICK = AuditOptions(states=2, prefix=6, tokens=48, rollout=5)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.auditing.survey import AuditOptions
 from loopscope.cli import main
 from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig, config_from_dict
 from loopscope.data.tasks import Hops
 from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import ConfigError
+from loopscope.options import AuditOptions
 from loopscope.results.evaluation import Accuracy, Answers, Depth, Evaluation, Split
 from loopscope.results.record import load_record
 from loopscope.targets import Opened

@@ -15,7 +15,7 @@ from torch import Tensor
 from loopscope.auditing.drift import TRIALS, affordable, drift
 from loopscope.auditing.motion import measure_motion
 from loopscope.auditing.result import AuditResult, Subject, Variable
-from loopscope.auditing.survey import AuditOptions, Measured, Progress, Survey, measure
+from loopscope.auditing.survey import Measured, Progress, Survey, measure
 from loopscope.auditing.trial import Recipe, TrialObjective, pairs_of, size_along, size_within
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.auditing.verdict import summary, with_drift
@@ -24,6 +24,7 @@ from loopscope.config import ObjectiveConfig
 from loopscope.errors import DataError, LoopscopeError, UnsupportedError
 from loopscope.objectives.placement import Objective, exit_weights
 from loopscope.objectives.terms import Term, terms_of
+from loopscope.options import AuditOptions
 from loopscope.protocol import LoopedModel, LoopState, OwnLosses
 
 Batch = Tensor | tuple[Tensor, Tensor]

@@ -31,6 +31,7 @@ from loopscope.auditing.visibility import scale_field
 from loopscope.errors import ConfigError, DataError, LoopscopeError, UnsupportedError
 from loopscope.files import without_nan
 from loopscope.objectives.placement import Objective
+from loopscope.options import PushOptions
 from loopscope.protocol import LoopedModel
 from loopscope.results.thresholds import RAN
 
@@ -39,28 +40,6 @@ LAST = 10
 """Steps at the end over which sizes and costs are averaged."""
 
 Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushOptions:
-    """How hard and how long is pushed."""
-
-    weight: float = 0.5
-    """Nats that an e-fold of the variable's size is rewarded with."""
-    warm_up: int = 60
-    """Steps on the objective alone, before the two ways part: the first steps of a fresh model are like no others."""
-    steps: int = 80
-    """Steps with the reward, and as many without."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight < math.inf:
-            raise ConfigError(f"the reward of a push is {self.weight}: it must be a finite number above 0")
-        if self.warm_up < 0 or self.steps < 1:
-            raise ConfigError(f"a push of {self.steps} steps after {self.warm_up}: needs at least 1, after 0 or more")
-
-    def total_steps(self, variables: int) -> int:
-        """Training steps of a push of so many variables: warm-up, twin, and one run for each."""
-        return self.warm_up + (1 + variables) * self.steps
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,10 @@ from loopscope.auditing.visibility import (
     scale_curvatures,
 )
 from loopscope.auditing.window import Carried, Windows, keeps_its_cache, windows
-from loopscope.errors import ConfigError, DataError, NotFiniteError, ProtocolError
+from loopscope.errors import DataError, NotFiniteError, ProtocolError
 from loopscope.machine import check_bf16_products
 from loopscope.objectives.terms import Term
+from loopscope.options import AuditOptions
 from loopscope.protocol import LoopedModel, LoopState, check_products
 
 Progress = Callable[[str, float], None]
@@ -49,32 +50,6 @@ TOKENS_AFTER = 5
 ROWS_DEPEND = (
     "the rows of a batch depend on one another (batch statistics?): every state was searched as a batch of its own"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditOptions:
-    """How much is looked at."""
-
-    states: int = 8
-    """Prefixes whose last token is searched for blind directions."""
-    prefix: int = 16
-    """Tokens of such a prefix."""
-    tokens: int = 256
-    """Tokens that norms, shares, sweeps and interventions are measured on."""
-    rollout: int = 30
-    """Loops that the activity is followed through."""
-    method: str = "auto"
-    """How reachability is decided: "dense" Jacobians, "matrix-free", or "auto" by width."""
-    seed: int = 0
-    """Which prefixes and probe directions are drawn."""
-    motion: bool = False
-    """Follow how every token moves over 64 loops (`auditing.motion`)."""
-
-    def matrix_free(self, width: int) -> bool:
-        """Dense Jacobians of a whole loop are affordable up to a width of about a thousand."""
-        if self.method not in ("auto", "dense", "matrix-free"):
-            raise ConfigError.of("method", self.method, "allowed: auto, dense, matrix-free")
-        return self.method == "matrix-free" or (self.method == "auto" and width > 1024)
 
 
 @dataclass

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 from tyro.conf import Positional
 
-from loopscope.checks import check_at_most
+from loopscope.checks import check_at_least
 from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
 from loopscope.cli.terminal import SCHEMA_VERSION, bar, print_tables, print_text, print_words, progress, say, sparkline
 from loopscope.cli.verb import Verb
-from loopscope.config import MOST_LOOPS, ObjectiveConfig
+from loopscope.config import ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
 from loopscope.files import write_atomically, write_json
+from loopscope.options import AuditOptions, PushOptions
 from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_word
 
@@ -27,14 +28,16 @@ if TYPE_CHECKING:
     from loopscope.auditing.motion import Motion
     from loopscope.auditing.push import PushResult
     from loopscope.auditing.result import AuditResult
-    from loopscope.auditing.survey import AuditOptions
     from loopscope.objectives.terms import Term
     from loopscope.targets import Opened
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(
-    Verb, command="audit", example=("audit runs/NAME", "which state variables the loop carries and no loss sees")
+    AuditOptions,
+    Verb,
+    command="audit",
+    example=("audit runs/NAME", "which state variables the loop carries and no loss sees"),
 ):
     """Flags of `loopscope audit`."""
 
@@ -49,26 +52,11 @@ class Audit(
     """Text to audit on instead of the run's validation split."""
     tokenizer: str | None = None
     """bytes or a tokenizer.json, for a target that brings no tokenizer."""
-    states: int = 8
-    """Token states that are searched for blind directions."""
-    prefix: int = 16
-    """Tokens up to such a state."""
-    tokens: int = 256
-    """Tokens that norms, shares, sweeps and interventions are measured on."""
-    loops: int = 30
-    """Loops that the activity is followed through."""
-    method: Literal["auto", "dense", "matrix-free"] = "auto"
-    """How reachability is decided: whole Jacobians of a loop, or products with them."""
-    seed: int = 0
-    """Which states are drawn; for an untrained model, also its weights."""
     push: bool = False
     """Test the verdicts on a copy of the weights: reward scale and every blind field for growing, for a few dozen
     training steps, and say how far they went and what the objective paid."""
     push_steps: int = 80
     """Steps with the reward, and as many without, after three quarters as many of warm-up."""
-    motion: bool = False
-    """Follow every token over 64 loops: does it settle, circle, slide on, or none of these? Costs 64 loops with
-    a readout after each on --tokens tokens: under a second at demo size, minutes for a billion weights on a CPU."""
     format: Literal["table", "json", "sarif", "junit"] = "table"
     """What is printed: tables, audit.json, SARIF 2.1.0 for code scanning, or JUnit XML for test reports."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
@@ -98,12 +86,8 @@ examples:
             raise ConfigError("name at least one target: loopscope audit preset:nano")
         if self.json and self.format not in ("table", "json"):
             raise ConfigError(f"--json and --format {self.format} ask for two formats; choose one")
-        for name in ("states", "tokens", "loops", "push_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError.of(name, getattr(self, name), "must be at least 1")
-        check_at_most(self, MOST_LOOPS, "loops")
-        if self.prefix < 2:
-            raise ConfigError.of("prefix", self.prefix, "must be at least 2")
+        super().__post_init__()
+        check_at_least(self, 1, "push_steps")
         parse_supervised(self.supervised)
         if self.norm_penalty is not None:
             ObjectiveConfig(norm_penalty=self.norm_penalty)  # refuses what is no weight, before anything is opened
@@ -155,7 +139,7 @@ examples:
                 terms=self._terms(opened),
                 data=self.data,
                 tokenizer=self.tokenizer,
-                options=self.options(),
+                options=self,
                 progress=advance,
                 say=say,
             )
@@ -175,23 +159,8 @@ examples:
         kept = opened.run is not None and opened.is_newest and not goes_elsewhere
         return opened.run.path / "audit.json" if kept and opened.run is not None else None
 
-    def options(self) -> AuditOptions:
-        """How much is looked at."""
-        from loopscope.auditing.survey import AuditOptions
-
-        return AuditOptions(
-            states=self.states,
-            prefix=self.prefix,
-            tokens=self.tokens,
-            rollout=self.loops,
-            method=self.method,
-            seed=self.seed,
-            motion=self.motion,
-        )
-
     def _pushed(self, opened: Opened, result: AuditResult) -> AuditResult:
         """The audit with a push of scale and of every field that it calls blind."""
-        from loopscope.auditing.push import PushOptions
         from loopscope.auditing.visibility import FIELDS
         from loopscope.verbs.pushes import push, with_push
 

@@ -10,6 +10,7 @@ from tyro.conf import Positional
 from loopscope.cli.terminal import print_json, print_tables, print_text, progress
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK
+from loopscope.options import CheckOptions
 from loopscope.show.table import Column, Table
 from loopscope.words import check_word
 
@@ -19,18 +20,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(Verb, command="check", example=("check runs/NAME", "is cached = uncached, padded = alone, every depth?")):
+class Check(
+    CheckOptions,
+    Verb,
+    command="check",
+    example=("check runs/NAME", "is cached = uncached, padded = alone, every depth?"),
+):
     """Flags of `loopscope check`."""
 
     target: Positional[str]
     """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
     file, or package.module:factory, which may also return a causal language model of transformers."""
-    context: int | None = None
-    """Tokens the model takes, for a factory whose model does not say."""
-    seed: int = 0
-    """Of the random ids, and of the weights of a fresh model."""
-    device: str | None = None
-    """Where to run: cpu, cuda, cuda:1, mps; where the weights are by default."""
     json: bool = False
     """Print every check and finding as JSON."""
 
@@ -51,7 +51,7 @@ examples:
         from loopscope.verbs.checks import check
 
         with progress(self.target) as advance:
-            checked = check(self.target, context=self.context, device=self.device, seed=self.seed, progress=advance)
+            checked = check(self.target, self, progress=advance)
         if self.json:
             print_json(**checked.to_json())
         else:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from tyro.conf import Positional
 
 from loopscope.cli.terminal import print_json, print_text, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
+from loopscope.options import ConvertOptions
 from loopscope.words import check_word
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convert(Verb, command="convert", example=("convert runs/NAME out/", "for Hugging Face's libraries, and back")):
+class Convert(
+    ConvertOptions,
+    Verb,
+    command="convert",
+    example=("convert runs/NAME out/", "for Hugging Face's libraries, and back"),
+):
     """Flags of `loopscope convert`."""
 
     target: Positional[str]
@@ -23,16 +29,6 @@ class Convert(Verb, command="convert", example=("convert runs/NAME out/", "for H
     file, or package.module:factory."""
     out: Positional[str]
     """Folder to write; it is there when it is whole, and not before."""
-    to: Literal["hf", "loopscope"] = "hf"
-    """hf: for AutoModelForCausalLM, after `import loopscope.hf`; loopscope: a run folder, without optimiser state."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights; as they are by default."""
-    overwrite: bool = False
-    """Replace a folder that an earlier conversion wrote."""
-    push: str | None = None
-    """ORG/NAME on Hugging Face's hub to upload the folder to, through huggingface_hub and the token it finds."""
-    public: bool = False
-    """A repository that --push makes is private without this."""
     from_pickle: bool = False
     """TARGET is a pickled checkpoint (.pt, .pth, .bin), to be made a folder of safetensors. It is read by torch's
     restricted reader in a process of its own, with limits on memory and time; no other command ever opens one."""
@@ -64,16 +60,7 @@ examples:
         check_word(self.target)
         from loopscope.verbs.conversion import convert
 
-        converted = convert(
-            self.target,
-            self.out,
-            to=self.to,
-            dtype=self.dtype,
-            overwrite=self.overwrite,
-            push=self.push,
-            public=self.public,
-            say=say,
-        )
+        converted = convert(self.target, self.out, self, say=say)
         if self.json:
             print_json(**converted.to_json())
             return EXIT_OK
@@ -85,11 +72,9 @@ examples:
 
     def _from_pickle(self) -> int:
         """Make safetensors of a pickle; what it becomes follows from what is in it."""
-        for name, usual in (("to", "hf"), ("dtype", None), ("overwrite", False), ("push", None), ("public", False)):
-            if getattr(self, name) != usual:
-                raise ConfigError.of(
-                    name, getattr(self, name), "does not go with --from-pickle; convert its folder then"
-                )
+        for each in fields(ConvertOptions):
+            if (value := getattr(self, each.name)) != each.default:
+                raise ConfigError.of(each.name, value, "does not go with --from-pickle; convert its folder then")
         settings = dict(self._setting(text) for text in self.setting)
         from loopscope.adapters.pickled import convert_pickle
 

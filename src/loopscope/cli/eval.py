@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tyro.conf import Positional
 
+from loopscope.checks import check_at_least, check_not_negative
 from loopscope.cli.terminal import bar, print_json, print_tables, print_text, progress, say
 from loopscope.cli.verb import Verb
-from loopscope.config import MOST_LOOPS
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
+from loopscope.options import EvaluateOptions
 from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_policy, check_tokenizer, check_word
 
@@ -27,35 +27,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(Verb, command="eval", example=("eval runs/NAME --depths 1..8", "what exiting after each loop costs")):
+class Eval(
+    EvaluateOptions,
+    Verb,
+    command="eval",
+    example=("eval runs/NAME --depths 1..8", "what exiting after each loop costs"),
+):
     """Flags of `loopscope eval`."""
 
     target: Positional[str]
     """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
     file, or package.module:factory."""
-    depths: str | None = None
-    """Depths to report, as 1..8 or 1,2,4; by default 1 to the trained depth."""
-    data: tuple[str, ...] | None = None
-    """Text to evaluate on instead of the run's validation split."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
     dtype: str | None = None
     """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
     weights are opened in float32, and everything else as it is."""
-    batch: int = 16
-    """Sequences at a time."""
-    length: int | None = None
-    """Tokens of a sequence; by default as in training, and 256 for models that do not say."""
-    max_tokens: int | None = None
-    """Stop after so many tokens."""
-    speed: bool = False
-    """Time prefill and decoding at every depth, and draw speed against quality."""
-    cache_policies: bool = False
-    """Decode the text under every cache policy, and say which are safe for this model."""
-    exit_gap: bool = False
-    """Take every exit among the depths apart: how much of what it costs would a temperature, an affine map of the
-    head's input or a full-rank map of the state mend? Fits each on half of up to 256 windows of the text: seconds at
-    demo size, as much as about 300 readouts of that text a depth."""
     tasks: str | None = None
     """Downstream tasks of lm-evaluation-harness instead of text, as lambada_openai,piqa (the eval extra)."""
     task_folder: str | None = None
@@ -64,9 +49,6 @@ class Eval(Verb, command="eval", example=("eval runs/NAME --depths 1..8", "what 
     """Examples before every question of a task; by default as the task says."""
     limit: int | None = None
     """Questions of each task; all by default."""
-    policies: str | None = None
-    """Halting policies that `loopscope calibrate` wrote, or RULE:THRESHOLD, as a.json,b.json: what the text costs under
-    each, and how many loops a token, beside the fixed depths."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -86,15 +68,9 @@ examples:
   loopscope eval downloads/Ouro-1.4B --tasks lambada_openai,piqa --depths 1..4"""
 
     def __post_init__(self) -> None:
-        parse_depths(self.depths or "1")
-        for name in ("batch", "length", "max_tokens", "limit"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError.of(name, value, "must be at least 1")
-        self._check_tasks()
-
-    def _check_tasks(self) -> None:
-        if self.fewshot is not None and self.fewshot < 0:
-            raise ConfigError.of("fewshot", self.fewshot, "must not be negative")
+        super().__post_init__()
+        check_at_least(self, 1, "limit")
+        check_not_negative(self, "fewshot")
         of_text = ("data", "length", "max_tokens", "speed", "cache_policies", "exit_gap")
         of_tasks = ("task_folder", "fewshot", "limit")
         for name in of_tasks if self.tasks is None else of_text:
@@ -106,7 +82,7 @@ examples:
         """Evaluate and print."""
         check_word(self.target)
         check_tokenizer(self.tokenizer)
-        for policy in [] if self.policies is None else self.policies.split(","):
+        for policy in self.policies or ():
             check_policy(policy, "policies")
         if self.task_folder is not None and not Path(self.task_folder).is_dir():
             raise ConfigError.of("task_folder", self.task_folder, "no such folder")
@@ -117,21 +93,7 @@ examples:
         from loopscope.verbs.evaluation import evaluate
 
         with progress(self.target) as advance:
-            result = evaluate(
-                open_target(self.target, dtype=self.dtype),
-                depths=None if self.depths is None else parse_depths(self.depths),
-                data=self.data,
-                tokenizer=self.tokenizer,
-                batch=self.batch,
-                length=self.length,
-                max_tokens=self.max_tokens,
-                speed=self.speed,
-                cache_policies=self.cache_policies,
-                exit_gap=self.exit_gap,
-                policies=[] if self.policies is None else self.policies.split(","),
-                say=say,
-                progress=advance,
-            )
+            result = evaluate(open_target(self.target, dtype=self.dtype), self, say=say, progress=advance)
         if (
             result.opened.run is not None and self.dtype is None
         ):  # what was measured is printed whether or not it can be kept
@@ -165,7 +127,7 @@ examples:
             result = evaluate_tasks(
                 self.target,
                 [name for name in tasks.split(",") if name],
-                depths=None if self.depths is None else parse_depths(self.depths),
+                depths=self.depths,
                 task_folder=self.task_folder,
                 num_fewshot=self.fewshot,
                 limit=self.limit,
@@ -218,25 +180,6 @@ def _first_not_finite(result: EvaluationResult) -> int | None:
         if not all(value is not None and math.isfinite(value) for value in (depth.ce, depth.norm)):
             return depth.k
     return None
-
-
-def parse_depths(text: str) -> list[int]:
-    """1..8 or 1,2,4 as numbers of loops."""
-    if span := re.fullmatch(r"(\d+)\.\.(\d+)", text):
-        depths = list(range(_depth(span[1]), _depth(span[2]) + 1))
-    elif re.fullmatch(r"\d+(,\d+)*", text):
-        depths = [_depth(part) for part in text.split(",")]
-    else:
-        raise ConfigError.of("depths", text, "expected something like 1..8 or 1,2,4")
-    if not depths or min(depths) < 1:
-        raise ConfigError.of("depths", text, "depths count loops, from 1 up")
-    return depths
-
-
-def _depth(digits: str) -> int:
-    if len(digits) > len(str(MOST_LOOPS)) or int(digits) > MOST_LOOPS:
-        raise ConfigError.of("depths", digits[:40], f"must be at most {MOST_LOOPS:,} loops")
-    return int(digits)
 
 
 def _answer_table(result: EvaluationResult) -> Table:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tyro.conf import Positional
+from tyro.constructors import PrimitiveConstructorSpec
 
 from loopscope.cli.verb import Verb
 from loopscope.errors import ConfigError
@@ -131,23 +132,25 @@ def _is_part(hint: object) -> bool:
 def _flags(owner: type[Any], defaults: object) -> Iterator[Flag]:
     hints, docs = typing.get_type_hints(owner, include_extras=True), _docs(owner)  # type: ignore[arg-type]
     for field in dataclasses.fields(owner):
-        hint, *extras = typing.get_args(hints[field.name]) if _is_annotated(hints[field.name]) else (hints[field.name],)
+        hint, *extras = _taken_apart(hints[field.name])
         if _is_part(hint):
             continue
         default = _default(field) if defaults is None else getattr(defaults, field.name)
-        values = _values(hint)
+        values = _values(hints[field.name])
         if POSITIONAL in extras:
             names: tuple[str, ...] = ()
             values = field.name.upper() + (" …" if typing.get_origin(hint) is tuple else "")
         else:
-            flag = field.name.replace("_", "-")
-            aliases = [alias for extra in extras for alias in extra.aliases or ()]
+            told = [extra for extra in extras if not isinstance(extra, PrimitiveConstructorSpec)]
+            flag = next((extra.name for extra in told if extra.name is not None), field.name).replace("_", "-")
+            aliases = [alias for extra in told for alias in extra.aliases or ()]
             names = (*aliases, f"--{flag}", *((f"--no-{flag}",) if hint is bool else ()))
         yield Flag(field.name, names, values, docs.get(field.name, ""), default)
 
 
-def _is_annotated(hint: object) -> bool:
-    return typing.get_origin(hint) is typing.Annotated
+def _taken_apart(hint: Any) -> tuple[Any, ...]:
+    """The type, and what Annotated says besides."""
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
 
 
 def _default(field: dataclasses.Field[Any]) -> object:
@@ -157,6 +160,9 @@ def _default(field: dataclasses.Field[Any]) -> object:
 
 def _values(hint: Any) -> str:
     """How a value of the type is written."""
+    hint, *extras = _taken_apart(hint)
+    if metavars := [extra.metavar for extra in extras if isinstance(extra, PrimitiveConstructorSpec)]:
+        return metavars[0]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is bool:
         return ""
@@ -204,6 +210,8 @@ def _shown(value: object) -> str:
     """A default as it would be typed."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, range):
+        return f"{value.start}..{value.stop - 1}"
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
     return str(value)

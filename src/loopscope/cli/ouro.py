@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tyro.conf import Positional
 
-from loopscope.cli.eval import parse_depths
 from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_words, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, suggest
+from loopscope.options import Depths
 from loopscope.results.record import as_json
 from loopscope.rows.conditions import MOST_SEEDS, OURO_CONDITIONS, OuroSize, choose_seeds
 from loopscope.words import check_word
@@ -38,7 +38,7 @@ class ReproduceOuro(
 
     target: Positional[str]
     """A folder in Ouro's format, hf:ORG/NAME, or any other target that is read out by a norm before its head."""
-    depths: str = "1..8"
+    depths: Depths = range(1, 9)
     """Numbers of loops K to run and read out, as 1..8 or 1,2,4."""
     data: tuple[str, ...] | None = None
     """Text to measure on; by default the target's own, or the built-in one."""
@@ -78,7 +78,6 @@ examples:
   loopscope reproduce ouro runs/nano --depths 1,2,4 --sweep-tokens 512 --json"""
 
     def __post_init__(self) -> None:
-        parse_depths(self.depths)
         for name in ("length", "max_tokens", "sweep_tokens", "limit", "batch"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError.of(name, value, "must be at least 1")
@@ -97,7 +96,7 @@ examples:
         name = Path(self.target.removeprefix("hf:").replace(":", "-")).name
         out = self.out or Path("runs") / f"ouro-{name}"
         asked = OuroRequest(
-            depths=parse_depths(self.depths),
+            depths=list(self.depths),
             data=list(self.data or ()),
             tokenizer=self.tokenizer or "",
             length=self.length,

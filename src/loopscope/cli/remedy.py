@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from tyro.conf import Positional
 
@@ -13,7 +12,8 @@ from loopscope.cli.live import watching
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
-from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK
+from loopscope.options import RemedyOptions
 from loopscope.show.table import Column, Table
 from loopscope.words import check_word
 
@@ -22,24 +22,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remedy(Verb, command="remedy", out_is_folder=True):
+class Remedy(RemedyOptions, Verb, command="remedy", out_is_folder=True):
     """Flags of `loopscope remedy`."""
 
     target: Positional[str]
     """What to start from: a run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, or package.module:factory. It is
     not changed."""
-    how: Literal["penalty", "raw", "final-only", "inter-loop-norm", "clamp"] = "penalty"
-    """The fix; clamp needs no training: it freezes every token's norm at loop 1 when the model runs."""
-    steps: int = 300
-    """Fine-tuning steps."""
-    lr: float | None = None
-    """Learning rate; by default the run's own, and 1e-4 for other people's models."""
-    data: tuple[str, ...] | None = None
-    """Text to fine-tune and measure on; by default the run's own, and the built-in one for other people's models."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
-    out: Path | None = None
-    """Run folder of the fixed model; by default the run's, followed by the fix."""
     json: bool = False
     """Print the comparison as JSON."""
 
@@ -54,27 +42,13 @@ examples:
   loopscope remedy downloads/Ouro-1.4B --data wiki/*.txt --steps 100
   loopscope remedy runs/mine --how clamp"""
 
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError.of("steps", self.steps, "must be at least 1")
-
     def run(self) -> int:
         """Audit and measure, fix, audit and measure again; exit code 1 unless it is fixed and nothing got worse."""
         check_word(self.target)
         check_sources(self.data or ())
         from loopscope.verbs.remedies import remedy
 
-        result = remedy(
-            self.target,
-            how=self.how,
-            steps=self.steps,
-            lr=self.lr,
-            data=self.data,
-            tokenizer=self.tokenizer,
-            out=self.out,
-            say=say,
-            watching=watching,
-        )
+        result = remedy(self.target, self, say=say, watching=watching)
         self._print(result)
         return EXIT_OK if result.is_clean else EXIT_FINDINGS
 

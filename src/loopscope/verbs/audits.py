@@ -14,7 +14,6 @@ from loopscope.auditing.audit import Supervised
 from loopscope.auditing.audit import audit as audit_model
 from loopscope.auditing.drift import affordable
 from loopscope.auditing.result import AuditResult
-from loopscope.auditing.survey import AuditOptions
 from loopscope.auditing.trial import Recipe, pairs_of
 from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.auditing.visibility import Field
@@ -23,6 +22,7 @@ from loopscope.data.stream import evaluation_batches
 from loopscope.errors import ConfigError
 from loopscope.model.looped_lm import build
 from loopscope.objectives.terms import Term, terms_of
+from loopscope.options import AuditOptions
 from loopscope.protocol import LoopedModel, run_loops
 from loopscope.targets import Batch, Opened, open_target
 from loopscope.verbs.text import Say, tokens_for, with_tokenizer

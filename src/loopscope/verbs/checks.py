@@ -14,6 +14,7 @@ from loopscope.auditing.untouched import borrowed, network_of, widened, widest_a
 from loopscope.errors import ConfigError, ProtocolError
 from loopscope.inference.black_box import check_text_model
 from loopscope.inference.conformance import Conformance, check_looped
+from loopscope.options import CheckOptions, chosen
 from loopscope.protocol import LoopedModel
 from loopscope.targets import Opened, is_factory, made_by_factory, of_made, open_target
 
@@ -34,17 +35,18 @@ class Checked:
 
 def check(
     target: str | Path | Opened | LoopedModel | nn.Module,
+    options: CheckOptions | None = None,
     *,
-    context: int | None = None,
-    device: str | None = None,
-    seed: int = 0,
     progress: Progress = lambda what, share: None,
+    **fields: Any,
 ) -> Checked:
     """Whether cached is uncached, ragged is alone, depth n of a deeper run is a run of n, and so on; see docs/check.md.
 
     `target` is a word that names a model, what `loopscope.open` gave, a LoopedModel, or a causal language model of
-    transformers. `context` is the number of tokens it takes, for one that does not say. The model comes back as it was.
+    transformers. `fields` are those of CheckOptions. The model comes back as it was.
     """
+    options = chosen(CheckOptions(), options, fields)
+    context, device, seed = options.context, options.device, options.seed
     made: Any = target
     name = type(target).__name__
     if isinstance(target, (str, Path)):

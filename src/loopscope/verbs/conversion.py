@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +25,7 @@ from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.files import MOST_JSON_BYTES, folder_written_whole, read_bytes, without_nan
 from loopscope.machine import own_version, versions
 from loopscope.model.looped_lm import LoopedLM
+from loopscope.options import ConvertOptions, chosen
 from loopscope.results.record import as_json, record_in, write_record
 from loopscope.results.run import MANIFEST_FILE, DataRecord, Manifest
 from loopscope.runs import RunFolder
@@ -34,7 +35,6 @@ from loopscope.training.session import read_data_record
 from loopscope.verbs.cards import Card, read_results
 from loopscope.words import TOKENIZERS
 
-Kind = Literal["hf", "loopscope"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_SHARD_BYTES = 5_000_000_000
 """Of one safetensors file; more than that becomes several with an index."""
@@ -49,7 +49,7 @@ class Converted:
 
     target: str
     out: Path
-    to: Kind
+    to: Literal["hf", "loopscope"]
     parameters: int
     files: list[str]
     pushed: str | None = None
@@ -63,41 +63,33 @@ class Converted:
 def convert(
     target: str | Path | Opened,
     out: str | Path,
+    options: ConvertOptions | None = None,
     *,
-    to: Kind = "hf",
-    dtype: str | None = None,
-    overwrite: bool = False,
-    push: str | None = None,
-    public: bool = False,
     shard_bytes: int = MOST_SHARD_BYTES,
     say: Say = lambda text: None,
+    **fields: Any,
 ) -> Converted:
     """Write the model that `target` names to the folder `out`: for Hugging Face's libraries, or as a run folder.
 
-    The folder is there when it is whole, and not before. `dtype` is that of the weights (as they are by default),
-    `overwrite` replaces a folder that an earlier conversion wrote, and `push` uploads a Hugging Face folder to
-    ORG/NAME on the hub, private unless `public`.
+    The folder is there when it is whole, and not before. `fields` are those of ConvertOptions.
     """
-    if to not in get_args(Kind):
-        raise ConfigError.of("to", to, f"allowed: {', '.join(get_args(Kind))}")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError.of("dtype", dtype, f"allowed: {', '.join(DTYPES)}")
-    if push is not None and to != "hf":
-        raise ConfigError.of("push", push, "the hub takes Hugging Face folders: --to hf")
-    api = None if push is None else _hub_api(push)
+    options = chosen(ConvertOptions(), options, fields)
+    api = None if options.push is None else _hub_api(options.push)
     place = Path(out).expanduser().absolute()
-    _check_place(place, overwrite)
+    _check_place(place, options.overwrite)
     opened = open_target(target, dtype="own")
-    source = _Source.of(opened, dtype)
+    source = _Source.of(opened, options.dtype)
     with _written(place) as beside:
-        if to == "hf":
+        if options.to == "hf":
             _write_hf(beside, source, place.name, shard_bytes)
         else:
             _write_run(beside, source)
     files = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
     parameters = sum(parameter.numel() for parameter in source.model.parameters())
-    pushed = None if api is None or push is None else _push(api, place, push, public, say)
-    return Converted(opened.name, place, to, parameters, files, pushed)
+    pushed = None
+    if api is not None and options.push is not None:
+        pushed = _push(api, place, options.push, options.public, say)
+    return Converted(opened.name, place, options.to, parameters, files, pushed)
 
 
 # --- what is converted -----------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from loopscope.auditing.activity import loop_activity
 from loopscope.auditing.exit_gap import ExitGap, measure_exit_gaps
-from loopscope.config import MOST_LOOPS
 from loopscope.data.packing import SplitTokens
 from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
 from loopscope.data.tasks import TaskText
@@ -26,6 +25,7 @@ from loopscope.inference.policy_costs import policy_costs
 from loopscope.inference.speculation import Speculator
 from loopscope.inference.speed import DECODE, Way, time_depths
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
+from loopscope.options import EvaluateOptions, chosen
 from loopscope.protocol import Cached, LoopedModel, run_loops
 from loopscope.results.evaluation import Beyond, CacheTable, Evaluation, HaltedScore, Split, Throughput, Timing, beyond
 from loopscope.results.record import as_json, read_record, write_record
@@ -121,37 +121,27 @@ class EvaluationResult:
 
 def evaluate(
     target: str | Path | Opened,
+    options: EvaluateOptions | None = None,
     *,
-    depths: Sequence[int] | None = None,
-    data: Sequence[str] | None = None,
-    tokenizer: str | None = None,
-    batch: int = BATCH,
-    length: int | None = None,
-    max_tokens: int | None = None,
-    speed: bool = False,
     ways: Mapping[str, Way] | None = None,
-    cache_policies: bool = False,
-    exit_gap: bool = False,
-    policies: Sequence[str] = (),
     say: Say = lambda text: None,
     progress: OnProgress = lambda what, share: None,
+    **fields: Any,
 ) -> EvaluationResult:
-    """Scores after each of `depths` loops (by default 1 to the trained depth) on `data` or the target's own text.
+    """Scores after each loop that is asked for, on the text that is named or the target's own.
 
-    With `speed` the depths are timed as well, plainly and speculating, and so are other `ways` to decode, by the name
-    of what they add to plain decoding. With `cache_policies` the text is decoded under each of them. With `exit_gap`
-    every exit among the depths is taken apart: how much of what it costs would a better reading mend? `policies` are
-    halting policies (files, or RULE:THRESHOLD), which the text is run under at the trained depth. `progress` is
-    called after each batch with what is going on and the share of it that is done.
+    `fields` are those of EvaluateOptions. Where speed is asked for, other `ways` to decode are timed as well, by the
+    name of what they add to plain decoding. `progress` is called after each batch with what is going on and the share
+    of it that is done.
     """
-    opened = with_tokenizer(open_target(target), tokenizer)
-    depths = list(range(1, opened.model.num_loops + 1)) if depths is None else list(depths)
-    if not depths or min(depths) < 1 or max(depths) > MOST_LOOPS:
-        raise ConfigError.of("depths", depths, f"depths count loops, from 1 up to {MOST_LOOPS:,}")
-    length = _checked_length(opened, length)
+    options = chosen(EvaluateOptions(), options, fields)
+    data, batch, max_tokens = options.data, options.batch, options.max_tokens
+    opened = with_tokenizer(open_target(target), options.tokenizer)
+    depths = list(options.depths or range(1, opened.model.num_loops + 1))
+    length = _checked_length(opened, options.length)
     text = "valid" if data is None else ", ".join(data)
-    cached = Cached.needed(opened.model, "comparing cache policies") if cache_policies else None
-    haltings = _haltings(opened, policies)
+    cached = Cached.needed(opened.model, "comparing cache policies") if options.cache_policies else None
+    haltings = _haltings(opened, options.policies or ())
     if data is None and opened.tokenizer is None and opened.batches is not None:
         scores = _depth_scores(opened.model, _pairs(opened.batches), max(depths))
         pairs: Iterable[tuple[Tensor, Tensor]] = list(_pairs(opened.batches))
@@ -172,12 +162,12 @@ def evaluate(
         scores = replace(scores, halting=halted)
         scores = scores if scores.bytes is None else scores.with_bytes(scores.bytes)
     timings, table, gaps = [], None, []
-    if speed or cached is not None or exit_gap:
-        ids_WT, targets_WT = _windows(pairs, EXIT_WINDOWS if exit_gap else WINDOWS)
-        if exit_gap:
+    if options.speed or cached is not None or options.exit_gap:
+        ids_WT, targets_WT = _windows(pairs, EXIT_WINDOWS if options.exit_gap else WINDOWS)
+        if options.exit_gap:
             gaps = _exit_gaps(opened.model, ids_WT, targets_WT, depths, batch, progress)
         ids_WT, targets_WT = ids_WT[:WINDOWS], targets_WT[:WINDOWS]
-        if speed:
+        if options.speed:
             prompt = ids_WT[0, : ids_WT.shape[1] // 2].tolist()
             room = len(prompt) if opened.max_length is None else opened.max_length - len(prompt)
             count = max(2, min(TIMED_TOKENS, room))
@@ -412,6 +402,6 @@ def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
 def _checked_length(opened: Opened, length: int | None) -> int:
     if length is None:
         return opened.sequence_length
-    if length < 1 or (opened.max_length is not None and length > opened.max_length):
+    if opened.max_length is not None and length > opened.max_length:
         raise ConfigError.of("length", length, f"must be between 1 and {opened.max_length}, the longest it takes")
     return length

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from loopscope.auditing.audit import Supervised
-from loopscope.auditing.push import Progress, PushOptions, PushResult
+from loopscope.auditing.push import Progress, PushResult
 from loopscope.auditing.push import push as push_model
 from loopscope.auditing.result import AuditResult
 from loopscope.auditing.trial import Recipe, Size, TrialObjective, size_along, trainable
@@ -21,6 +21,7 @@ from loopscope.data.stream import Tokens, training_stream
 from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, suggest
 from loopscope.objectives.terms import Term, terms_of
+from loopscope.options import PushOptions
 from loopscope.protocol import LoopedModel
 from loopscope.results.thresholds import RAN
 from loopscope.targets import Batch, Opened, open_target

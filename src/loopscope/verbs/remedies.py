@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from loopscope.auditing.clamp import clamped
 from loopscope.auditing.result import AuditResult
-from loopscope.auditing.survey import AuditOptions
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
 from loopscope.errors import ConfigError, NotFiniteError, RunError
 from loopscope.files import without_nan, write_json
+from loopscope.options import AuditOptions, How, RemedyOptions, chosen
 from loopscope.results.evaluation import Split
 from loopscope.results.record import as_json
 from loopscope.targets import Opened, open_target
@@ -23,7 +23,6 @@ from loopscope.verbs.evaluation import evaluate
 from loopscope.verbs.text import Say, with_tokenizer
 from loopscope.verbs.training import Watching, target_config, train
 
-How = Literal["penalty", "raw", "final-only", "inter-loop-norm", "clamp"]
 Outcome = Literal["fixed", "controlled", "unfinished", "worse", "undecided"]
 EVALUATED_ROWS = 64
 """Sequences that the exits are measured on."""
@@ -159,28 +158,26 @@ def _norms(before: Measured, after: Measured) -> str:
 
 def remedy(
     target: str | Path | Opened,
+    fix: RemedyOptions | None = None,
     *,
-    how: How = "penalty",
-    steps: int = 300,
-    lr: float | None = None,
-    data: Sequence[str] | None = None,
-    tokenizer: str | None = None,
-    out: Path | str | None = None,
     options: AuditOptions | None = None,
     say: Say = lambda text: None,
     progress: Callable[[str, float], None] = lambda *_: None,
     watching: Watching = lambda trainer: nullcontext(),
+    **fields: Any,
 ) -> Remedied:
-    """Fine-tune any target with the fix (or clamp it) into the folder `out`, and measure before and after.
+    """Fine-tune any target with a fix (or clamp it) into a folder of its own, and measure before and after.
 
-    The target is not changed. `data` is the text to train and measure on; by default the target's own.
+    The target is not changed. `fields` are those of RemedyOptions; `options` say how much the two audits look at.
     """
-    opened = with_tokenizer(open_target(target), tokenizer)
-    place = Path(out) if out is not None else _default_out(opened, how)
+    fix = chosen(RemedyOptions(), fix, fields)
+    how, data = fix.how, fix.data
+    opened = with_tokenizer(open_target(target), fix.tokenizer)
+    place = Path(fix.out) if fix.out is not None else _default_out(opened, how)
     if opened.run is not None and place.resolve() == opened.run.path.resolve():
         raise RunError(f"{place} is the run itself; choose another --out")
     config = _config(opened, data)
-    opened, fixed = replace(opened, config=config), None if how == "clamp" else remedied(config, how, steps, lr)
+    opened, fixed = replace(opened, config=config), None if how == "clamp" else remedied(config, how, fix.steps, fix.lr)
     if fixed is not None and opened.tokenizer is None:
         raise ConfigError(f"{opened.name} has no tokenizer to fine-tune it on text with; name one with --tokenizer")
 

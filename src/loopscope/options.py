@@ -1,0 +1,225 @@
+"""What a verb and the function under it can be asked: each option is declared once.
+
+A field is a keyword of the function and, with dashes, a flag of the verb; its docstring is the help of both. What it
+may be is checked here and nowhere else, as far as that can be known without opening a model, and without torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from loopscope.checks import check_at_least, check_one_of
+from loopscope.config import MOST_LOOPS
+from loopscope.errors import ConfigError
+
+Options = TypeVar("Options")
+
+
+def chosen(usual: Options, given: Options | None, fields: Mapping[str, Any]) -> Options:
+    """The options that a function was given, or the usual ones, with the fields it was given as keywords."""
+    options = usual if given is None else given
+    return replace(options, **fields) if fields else options  # type: ignore[type-var]
+
+
+# --- how a value is written ------------------------------------------------------------------------------------------
+
+
+def parse_depths(text: str) -> tuple[int, ...]:
+    """1..8 or 1,2,4 as numbers of loops."""
+    if span := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+        depths = tuple(range(_depth(span[1]), _depth(span[2]) + 1))
+    elif re.fullmatch(r"\d+(,\d+)*", text):
+        depths = tuple(_depth(part) for part in text.split(","))
+    else:
+        raise ConfigError.of("depths", text, "expected something like 1..8 or 1,2,4")
+    if not depths or min(depths) < 1:
+        raise ConfigError.of("depths", text, "depths count loops, from 1 up")
+    return depths
+
+
+def _depth(digits: str) -> int:
+    if len(digits) > len(str(MOST_LOOPS)) or int(digits) > MOST_LOOPS:  # so many digits are not made a number
+        raise ConfigError.of("depths", digits[:40], f"must be at most {MOST_LOOPS:,} loops")
+    return int(digits)
+
+
+def check_depths(depths: Sequence[int] | None) -> None:
+    """Numbers of loops, at least one, where they are given."""
+    if depths is not None and (not depths or min(depths) < 1 or max(depths) > MOST_LOOPS):
+        raise ConfigError.of("depths", depths, f"depths count loops, from 1 up to {MOST_LOOPS:,}")
+
+
+def _written(parse: Callable[[str], Any]) -> Any:
+    """One word of the command line that stands for several values."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="TEXT",
+        instance_from_str=lambda words: parse(words[0]),
+        is_instance=lambda value: isinstance(value, Sequence),
+        str_from_instance=lambda values: [",".join(map(str, values))],
+    )
+
+
+Depths = Annotated[Sequence[int], _written(parse_depths)]
+"""1..8 or 1,2,4."""
+Listed = Annotated[Sequence[str], _written(lambda text: tuple(text.split(",")))]
+"""Names with commas between."""
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """How much an audit looks at."""
+
+    states: int = 8
+    """Token states that are searched for blind directions."""
+    prefix: int = 16
+    """Tokens up to such a state."""
+    tokens: int = 256
+    """Tokens that norms, shares, sweeps and interventions are measured on."""
+    rollout: Annotated[int, tyro.conf.arg(name="loops")] = 30
+    """Loops that the activity is followed through."""
+    method: Literal["auto", "dense", "matrix-free"] = "auto"
+    """How reachability is decided: whole Jacobians of a loop, or products with them."""
+    seed: int = 0
+    """Which states are drawn; for an untrained model, also its weights."""
+    motion: bool = False
+    """Follow every token over 64 loops: does it settle, circle, slide on, or none of these? Costs 64 loops with
+    a readout after each on --tokens tokens: under a second at demo size, minutes for a billion weights on a CPU."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "states", "tokens")
+        if self.rollout < 1:
+            raise ConfigError.of("loops", self.rollout, "must be at least 1")
+        if self.rollout > MOST_LOOPS:
+            raise ConfigError.of("loops", self.rollout, f"must be at most {MOST_LOOPS:,}")
+        check_at_least(self, 2, "prefix")
+        check_one_of(self, "method", ("auto", "dense", "matrix-free"))
+
+    def matrix_free(self, width: int) -> bool:
+        """Dense Jacobians of a whole loop are affordable up to a width of about a thousand."""
+        return self.method == "matrix-free" or (self.method == "auto" and width > 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """How hard and how long a push test pushes."""
+
+    weight: float = 0.5
+    """Nats that an e-fold of the variable's size is rewarded with."""
+    warm_up: int = 60
+    """Steps on the objective alone, before the two ways part: the first steps of a fresh model are like no others."""
+    steps: int = 80
+    """Steps with the reward, and as many without."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(f"the reward of a push is {self.weight}: it must be a finite number above 0")
+        if self.warm_up < 0 or self.steps < 1:
+            raise ConfigError(f"a push of {self.steps} steps after {self.warm_up}: needs at least 1, after 0 or more")
+
+    def total_steps(self, variables: int) -> int:
+        """Training steps of a push of so many variables: warm-up, twin, and one run for each."""
+        return self.warm_up + (1 + variables) * self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """On what a model is checked."""
+
+    context: int | None = None
+    """Tokens the model takes, for a factory whose model does not say."""
+    seed: int = 0
+    """Of the random ids, and of the weights of a fresh model."""
+    device: str | None = None
+    """Where to run: cpu, cuda, cuda:1, mps; where the weights are by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Which scores of which text."""
+
+    depths: Depths | None = None
+    """Depths to report, as 1..8 or 1,2,4; by default 1 to the trained depth."""
+    data: tuple[str, ...] | None = None
+    """Text to evaluate on instead of the run's validation split."""
+    tokenizer: str | None = None
+    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    batch: int = 16
+    """Sequences at a time."""
+    length: int | None = None
+    """Tokens of a sequence; by default as in training, and 256 for models that do not say."""
+    max_tokens: int | None = None
+    """Stop after so many tokens."""
+    speed: bool = False
+    """Time prefill and decoding at every depth, and draw speed against quality."""
+    cache_policies: bool = False
+    """Decode the text under every cache policy, and say which are safe for this model."""
+    exit_gap: bool = False
+    """Take every exit among the depths apart: how much of what it costs would a temperature, an affine map of the
+    head's input or a full-rank map of the state mend? Fits each on half of up to 256 windows of the text: seconds at
+    demo size, as much as about 300 readouts of that text a depth."""
+    policies: Listed | None = None
+    """Halting policies that `loopscope calibrate` wrote, or RULE:THRESHOLD, as a.json,b.json: what the text costs under
+    each, and how many loops a token, beside the fixed depths."""
+
+    def __post_init__(self) -> None:
+        check_depths(self.depths)
+        check_at_least(self, 1, "batch", "length", "max_tokens")
+
+
+How = Literal["penalty", "raw", "final-only", "inter-loop-norm", "clamp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemedyOptions:
+    """Which fix, and how it is trained."""
+
+    how: How = "penalty"
+    """The fix; clamp needs no training: it freezes every token's norm at loop 1 when the model runs."""
+    steps: int = 300
+    """Fine-tuning steps."""
+    lr: float | None = None
+    """Learning rate; by default the run's own, and 1e-4 for other people's models."""
+    data: tuple[str, ...] | None = None
+    """Text to fine-tune and measure on; by default the run's own, and the built-in one for other people's models."""
+    tokenizer: str | None = None
+    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    out: Path | None = None
+    """Run folder of the fixed model; by default the run's, followed by the fix."""
+
+    def __post_init__(self) -> None:
+        check_one_of(self, "how", get_args(How))
+        check_at_least(self, 1, "steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What a converted folder is to be."""
+
+    to: Literal["hf", "loopscope"] = "hf"
+    """hf: for AutoModelForCausalLM, after `import loopscope.hf`; loopscope: a run folder, without optimiser state."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the weights; as they are by default."""
+    overwrite: bool = False
+    """Replace a folder that an earlier conversion wrote."""
+    push: str | None = None
+    """ORG/NAME on Hugging Face's hub to upload the folder to, through huggingface_hub and the token it finds."""
+    public: bool = False
+    """A repository that --push makes is private without this."""
+
+    def __post_init__(self) -> None:
+        check_one_of(self, "to", ("hf", "loopscope"))
+        check_one_of(self, "dtype", ("float32", "bfloat16", "float16"))
+        if self.push is not None and self.to != "hf":
+            raise ConfigError.of("push", self.push, "the hub takes Hugging Face folders: --to hf")
