@@ -223,3 +223,71 @@ class ConvertOptions:
         check_one_of(self, "dtype", ("float32", "bfloat16", "float16"))
         if self.push is not None and self.to != "hf":
             raise ConfigError.of("push", self.push, "the hub takes Hugging Face folders: --to hf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is chosen: the repetition penalty first, then temperature, top-k, top-p and min-p."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token (greedy); above, tokens are drawn with logits divided by it."""
+    top_k: int | None = None
+    """Draw among so many of the likeliest tokens."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have this probability."""
+    min_p: float | None = None
+    """Draw among tokens with at least this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that occurred become less likely."""
+    seed: int = 0
+    """Of the random numbers."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0 <= self.temperature < math.inf, "must be 0 (greedy) or more, and finite"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "must be between 0 and 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0, and finite"),
+        )
+        for name, is_right, why in checks:
+            if not is_right:
+                raise ConfigError.of(name, getattr(self, name), why)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(SamplingOptions):
+    """What a generation is asked for, beside the prompts."""
+
+    max_tokens: int = 128
+    """Tokens to generate after each prompt."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not printed."""
+    num_loops: int | None = None
+    """Loops per token, also beyond the trained depth; the trained depth by default."""
+    halting: str | None = None
+    """A policy file of `loopscope calibrate`, or RULE:THRESHOLD, as in margin:2.5, of whose cost nothing is promised:
+    a token leaves as soon as its score reaches the threshold."""
+    speculate: str = "plain"
+    """Draft with the first loops, decide with all: auto, block:D,M (D loops draft M tokens) or wave:D. The same text,
+    sooner; several prompts then run one after another."""
+    cache_policy: str = "exact"
+    """What the cache keeps of every token: exact, last-loop, first-loop, first-then-last, ring-N or
+    last-exited."""
+    prefill_policy: str = "exact"
+    """exact, or the same as --cache-policy: what prompts see of one another's tokens."""
+    truncate: bool = False
+    """Drop the beginning of a prompt that is too long for the model."""
+    tokenizer: str | None = None
+    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    device: str | None = None
+    """Where to run: cpu, cuda, cuda:1, mps; the best there is by default."""
+    dtype: str | None = None
+    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
+    weights are opened in float32, and everything else as it is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "max_tokens")
+        if self.num_loops is not None and not 1 <= self.num_loops <= MOST_LOOPS:
+            raise ConfigError.of("num_loops", self.num_loops, f"a number of loops is between 1 and {MOST_LOOPS:,}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,6 +14,7 @@ from loopscope.cli.terminal import print_json, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.files import read_text
+from loopscope.options import GenerateOptions
 from loopscope.words import check_policy, check_tokenizer, check_word
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ MOST_PROMPT_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(
+    GenerateOptions,
     Verb,
     command="generate",
     example=('generate runs/NAME "The "', "text, at any number of loops"),
@@ -41,46 +43,8 @@ class Generate(
     """What the text begins with; several make a batch."""
     prompts_file: str | None = None
     """A file with a prompt in every line, or - for standard input."""
-    max_tokens: int = 128
-    """Tokens to generate after each prompt."""
-    temperature: float = 0.0
-    """0 takes the likeliest token (greedy); above, tokens are drawn with logits divided by it."""
-    top_k: int | None = None
-    """Draw among so many of the likeliest tokens."""
-    top_p: float | None = None
-    """Draw among the likeliest tokens that together have this probability."""
-    min_p: float | None = None
-    """Draw among tokens with at least this share of the likeliest one's probability."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens that occurred become less likely."""
-    seed: int = 0
-    """Of the random numbers."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not printed."""
-    num_loops: int | None = None
-    """Loops per token, also beyond the trained depth; the trained depth by default."""
-    halting: str | None = None
-    """A policy file of `loopscope calibrate`, or RULE:THRESHOLD, as in margin:2.5, of whose cost nothing is promised:
-    a token leaves as soon as its score reaches the threshold."""
     show_loops: bool = False
     """Colour tokens by the loop they left at, on a terminal, and say how many left where."""
-    speculate: str = "plain"
-    """Draft with the first loops, decide with all: auto, block:D,M (D loops draft M tokens) or wave:D. The same text,
-    sooner; several prompts then run one after another."""
-    cache_policy: str = "exact"
-    """What the cache keeps of every token: exact, last-loop, first-loop, first-then-last, ring-N or
-    last-exited."""
-    prefill_policy: str = "exact"
-    """exact, or the same as --cache-policy: what prompts see of one another's tokens."""
-    truncate: bool = False
-    """Drop the beginning of a prompt that is too long for the model."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
-    device: str | None = None
-    """Where to run: cpu, cuda, cuda:1, mps; the best there is by default."""
-    dtype: str | None = None
-    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
-    weights are opened in float32, and everything else as it is."""
     json: bool = False
     """Print tokens, log-probabilities and loops as JSON instead of streaming text."""
 
@@ -105,25 +69,9 @@ examples:
         if self.halting is not None:
             check_policy(self.halting, "halting")
         prompts = self._prompts()
-        from loopscope.inference.cache import CachePolicy
-        from loopscope.inference.decoding import Policies
-        from loopscope.inference.sampling import Sampling
-        from loopscope.verbs.generation import GenerateOptions, stream
+        from loopscope.verbs.generation import Generation
 
-        sampling = Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
-        options = GenerateOptions(
-            sampling=sampling,
-            max_tokens=self.max_tokens,
-            stop=self.stop,
-            num_loops=self.num_loops,
-            speculate=self.speculate,
-            halting=self.halting,
-            truncate=self.truncate,
-            policies=Policies(CachePolicy(self.cache_policy), CachePolicy(self.prefill_policy)),
-            dtype=self.dtype,
-            device=self.device,
-        )
-        generation = stream(self.target, prompts, options, tokenizer=self.tokenizer, say=say)
+        generation = Generation(self.target, prompts, self, say=say)
         if self.json:
             for _ in generation:
                 pass

@@ -5,47 +5,27 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from loopscope.errors import ConfigError
+from loopscope.options import SamplingOptions
 
 SMALLEST_TEMPERATURE = 1e-300
 """Division by less may be division by zero, where the processor takes denormal numbers for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen: the repetition penalty first, then temperature, top-k, top-p and min-p."""
+class Sampling(SamplingOptions):
+    """The choice of the next token, as the options say; each prompt has random numbers of its own."""
 
-    temperature: float = 0.0
-    """Logits are divided by it; 0 takes the likeliest token."""
-    top_k: int | None = None
-    """Only so many of the likeliest tokens."""
-    top_p: float | None = None
-    """Only the likeliest tokens that together have this probability."""
-    min_p: float | None = None
-    """Only tokens with at least this share of the likeliest one's probability."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens that occurred are divided by it where positive, multiplied where negative."""
-    seed: int = 0
-    """Of the random numbers; each prompt has its own, whatever else is in the batch."""
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("temperature", 0 <= self.temperature < math.inf, "must be 0 (greedy) or more, and finite"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1"),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "must be between 0 and 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0, and finite"),
-        )
-        for name, is_right, why in checks:
-            if not is_right:
-                raise ConfigError.of(name, getattr(self, name), why)
+    @classmethod
+    def of(cls, options: SamplingOptions) -> Self:
+        """That of options which say more."""
+        return cls(**{each.name: getattr(options, each.name) for each in fields(SamplingOptions)})
 
     @property
     def is_greedy(self) -> bool:
