@@ -57,7 +57,7 @@ def check_depths(depths: Sequence[int] | None) -> None:
         raise ConfigError.of("depths", depths, f"depths count loops, from 1 up to {MOST_LOOPS:,}")
 
 
-def _written(parse: Callable[[str], Any]) -> Any:
+def written(parse: Callable[[str], Any]) -> Any:
     """One word of the command line that stands for several values."""
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -68,9 +68,9 @@ def _written(parse: Callable[[str], Any]) -> Any:
     )
 
 
-Depths = Annotated[Sequence[int], _written(parse_depths)]
+Depths = Annotated[Sequence[int], written(parse_depths)]
 """1..8 or 1,2,4."""
-Listed = Annotated[Sequence[str], _written(lambda text: tuple(text.split(",")))]
+Listed = Annotated[Sequence[str], written(lambda text: tuple(text.split(",")))]
 """Names with commas between."""
 
 

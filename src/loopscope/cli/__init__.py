@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, an unwritable folder, a file that vanished
         say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         return EXIT_USAGE
-    except KeyboardInterrupt:
-        say("interrupted")
+    except KeyboardInterrupt as error:
+        say("; ".join(["interrupted", *map(str, error.args)]))
         return EXIT_INTERRUPTED
     except (Exception, SystemExit) as error:
         opened = sys.modules.get("loopscope.targets")  # where it was not imported, no code of theirs has run

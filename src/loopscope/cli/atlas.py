@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from loopscope.checks import check_at_least, check_not_negative
 from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import duration, print_json, print_tables, print_words, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
-from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
 from loopscope.show.table import Table
 from loopscope.studies.atlas_record import HOPS_STEPS, SEED, STEPS
 
@@ -76,12 +76,8 @@ examples:
   loopscope atlas --rebuild --out runs/atlas"""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rows_at_once", "threads"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError.of(name, value, "must be at least 1")
-        for name in ("hops_steps", "retries"):
-            if getattr(self, name) < 0:
-                raise ConfigError.of(name, getattr(self, name), "must not be negative")
+        check_at_least(self, 1, "steps", "rows_at_once", "threads")
+        check_not_negative(self, "hops_steps", "retries")
         if not 0 <= self.seed < 2**31:
             raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
 
@@ -92,11 +88,7 @@ examples:
 
         request = self._request()
         if not self.rebuild:
-            try:
-                run_rows(lambda: self._laid_out(request), self._backend, self.retries)
-            except KeyboardInterrupt:
-                say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
-                return EXIT_INTERRUPTED
+            run_rows(lambda: self._laid_out(request), self._backend, self.retries)
         record = publish(self.out)
         failed = any(entry.state == "failed" for entry in record.entries)
         if not record.entries:

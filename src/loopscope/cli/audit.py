@@ -19,17 +19,26 @@ from loopscope.config import ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
 from loopscope.files import write_atomically, write_json
-from loopscope.options import AuditOptions, PushOptions
+from loopscope.options import AuditOptions, PushOptions, written
 from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
-    from loopscope.auditing.audit import Supervised
     from loopscope.auditing.motion import Motion
     from loopscope.auditing.push import PushResult
     from loopscope.auditing.result import AuditResult
     from loopscope.objectives.terms import Term
     from loopscope.targets import Opened
+
+
+def parse_supervised(text: str) -> str | list[int]:
+    """every-loop, terminal, or 1,3."""
+    if text in ("every-loop", "terminal"):
+        return text
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError.of("supervised", text, "allowed: every-loop, terminal, or loops like 1,3") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +53,7 @@ class Audit(
     targets: Positional[tuple[str, ...]]
     """Run folders, checkpoints, Hugging Face folders, hf:ORG/NAME, preset:NAME, design:NAME, configuration
     files, or package.module:factory: one in full, of several a line for every finding."""
-    supervised: str | None = None
+    supervised: Annotated[str | Sequence[int], written(parse_supervised)] | None = None
     """Loops that get cross-entropy: every-loop, terminal, or 1,3; by default what the target says."""
     norm_penalty: float | None = None
     """Weight of a norm penalty that is part of the loss; by default what the target says."""
@@ -88,7 +97,6 @@ examples:
             raise ConfigError(f"--json and --format {self.format} ask for two formats; choose one")
         super().__post_init__()
         check_at_least(self, 1, "push_steps")
-        parse_supervised(self.supervised)
         if self.norm_penalty is not None:
             ObjectiveConfig(norm_penalty=self.norm_penalty)  # refuses what is no weight, before anything is opened
 
@@ -135,7 +143,7 @@ examples:
         with progress(opened.name) as advance:
             result = audit(
                 opened,
-                supervised=parse_supervised(self.supervised),
+                supervised=self.supervised,
                 terms=self._terms(opened),
                 data=self.data,
                 tokenizer=self.tokenizer,
@@ -171,7 +179,7 @@ examples:
             pushed = push(
                 opened,
                 variables=variables,
-                supervised=parse_supervised(self.supervised),
+                supervised=self.supervised,
                 terms=self._terms(opened),
                 data=self.data,
                 tokenizer=self.tokenizer,
@@ -206,16 +214,6 @@ def _sarif(audits: Sequence[Audited]) -> str:
 
 def _text(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def parse_supervised(text: str | None) -> Supervised:
-    """every-loop, terminal, or 1,3."""
-    if text in (None, "every-loop", "terminal"):
-        return text
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError.of("supervised", text, "allowed: every-loop, terminal, or loops like 1,3") from None
 
 
 def print_audit(result: AuditResult, stage: str = "untrained") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from loopscope.cli.terminal import duration, say
+from loopscope.cli.terminal import duration, interruptible, say
 from loopscope.results.run import Logged, LoggedEvaluation, LoggedEvent, LoggedStep
 from loopscope.show.table import Column, Table, columns
 
@@ -131,13 +132,18 @@ def run_rows(lay_out: Callable[[], Layout], make_backend: Callable[[], Backend],
     from loopscope.rows.ledger import Ledger
     from loopscope.rows.schedule import Schedule
 
-    with _terminated_like_ctrl_c(), closing(make_backend()) as backend:
+    with interruptible(rows_saved()), _terminated_like_ctrl_c(), closing(make_backend()) as backend:
         layout = lay_out()
         ledger, rows = Ledger(layout.out), layout.rows
         count = f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {layout.each}"
         say(f"{count} in {layout.out}; log of each row in rows/NAME/log.txt")
         with _shown(len(rows), ledger) as (on_event, on_view):
             return Schedule(ledger, rows, backend, retries=retries, on_event=on_event, on_view=on_view).run()
+
+
+def rows_saved() -> str:
+    """How a command that runs rows goes on after Ctrl-C."""
+    return f"rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}"
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tyro.conf import Positional
 
-from loopscope.cli.live import run_rows
-from loopscope.cli.terminal import print_json, print_tables, print_words, progress, say
+from loopscope.checks import check_at_least, check_not_negative
+from loopscope.cli.live import rows_saved, run_rows
+from loopscope.cli.terminal import interruptible, print_json, print_tables, print_words, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
-from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, suggest
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, suggest
 from loopscope.options import Depths
 from loopscope.results.record import as_json
 from loopscope.rows.conditions import MOST_SEEDS, OURO_CONDITIONS, OuroSize, choose_seeds
@@ -78,9 +78,7 @@ examples:
   loopscope reproduce ouro runs/nano --depths 1,2,4 --sweep-tokens 512 --json"""
 
     def __post_init__(self) -> None:
-        for name in ("length", "max_tokens", "sweep_tokens", "limit", "batch"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError.of(name, value, "must be at least 1")
+        check_at_least(self, 1, "length", "max_tokens", "sweep_tokens", "limit", "batch")
         for name in ("task_folder", "limit"):
             if self.tasks is None and getattr(self, name) is not None:
                 raise ConfigError.of(name, getattr(self, name), "is for --tasks")
@@ -106,12 +104,9 @@ examples:
             task_folder=self.task_folder or "",
             limit=self.limit,
         )
-        try:
-            with progress(self.target) as advance:
-                record = check_ouro(self.target, asked, out, batch=self.batch, say=say, progress=advance)
-        except KeyboardInterrupt:
-            say(f"interrupted; what was measured is in {out}/ouro.json, and the same command goes on")
-            return EXIT_INTERRUPTED
+        kept = f"what was measured is in {out}/ouro.json, and the same command goes on"
+        with interruptible(kept), progress(self.target) as advance:
+            record = check_ouro(self.target, asked, out, batch=self.batch, say=say, progress=advance)
         tables = publish_ouro(record, out, say)
         if self.json:
             print_json(**as_json(record), out=str(out))
@@ -188,23 +183,9 @@ examples:
       --checkpoint-loops --accumulate 8"""
 
     def __post_init__(self) -> None:
-        names = (
-            "steps",
-            "batch",
-            "accumulate",
-            "length",
-            "eval_tokens",
-            "sweep_tokens",
-            "rows_at_once",
-            "threads",
-            "seeds",
-        )
-        for name in (*names, "processes_per_row"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError.of(name, value, "must be at least 1")
-        for name in ("gpus_per_row", "retries"):
-            if getattr(self, name) < 0:
-                raise ConfigError.of(name, getattr(self, name), "must not be negative")
+        check_at_least(self, 1, "steps", "batch", "accumulate", "length", "eval_tokens", "sweep_tokens")
+        check_at_least(self, 1, "rows_at_once", "threads", "seeds", "processes_per_row")
+        check_not_negative(self, "gpus_per_row", "retries")
         if self.lr is not None and not 0 < self.lr < float("inf"):
             raise ConfigError.of("lr", self.lr, "must be above 0")
         if self.seeds > MOST_SEEDS:
@@ -224,18 +205,15 @@ examples:
             specs.update({row.name: row for row in layout.rows})
             return layout
 
-        try:
-            rows = run_rows(lay_out, self._backend, self.retries)
-            finished = [row.spec for row in rows if row.state == "finished"]
-            from loopscope.studies.ouro import check_ouro
+        rows = run_rows(lay_out, self._backend, self.retries)
+        finished = [row.spec for row in rows if row.state == "finished"]
+        from loopscope.studies.ouro import check_ouro
 
+        with interruptible(rows_saved()):
             for spec in finished:
                 folder = out / "rows" / spec.name
                 with progress(spec.name) as advance:
                     check_ouro(folder, checks_asked(spec, self.sweep_tokens), folder, say=say, progress=advance)
-        except KeyboardInterrupt:
-            say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
-            return EXIT_INTERRUPTED
         trained, table = publish_training(self.size, specs, out, say)
         failed = [row for row in rows if row.state != "finished"]
         for row in failed:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from loopscope.checks import check_at_least
 from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.cli.verb import Verb
-from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, UnsupportedError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, UnsupportedError
 from loopscope.show.table import Column, Table, columns
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ examples:
   loopscope quickstart --json > quickstart.json"""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError.of("steps", self.steps, "must be at least 1")
+        check_at_least(self, 1, "steps")
         if not 0 <= self.seed < 2**31:
             raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
 
@@ -69,12 +68,8 @@ examples:
         def backend() -> Backend:
             return make_backend("here", rows_at_once=None, threads=1, gpus=0, retries=RETRIES)
 
-        try:
-            request, command = make_request(self.seed, self.steps), ["loopscope", *sys.argv[1:]]
-            rows = run_rows(lambda: laid_out(request, self.out, command, say), backend, RETRIES)
-        except KeyboardInterrupt:
-            say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
-            return EXIT_INTERRUPTED
+        request, command = make_request(self.seed, self.steps), ["loopscope", *sys.argv[1:]]
+        rows = run_rows(lambda: laid_out(request, self.out, command, say), backend, RETRIES)
         results = read_results(self.out)
         page = self._write_page()
         self._print(results, corners(results, self.seed), page)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from loopscope.checks import check_at_least, check_not_negative
 from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_words, say
 from loopscope.cli.verb import Verb
-from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, RunError
 from loopscope.rows.conditions import CONDITIONS, GROUPS, Recipe, Size, choose_seeds, parse_conditions
 
 if TYPE_CHECKING:
@@ -93,12 +93,8 @@ Figures 5 to 7 have commands of their own:
   loopscope reproduce ouro-train --help        its design, trained with and without the norm before the head"""
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "steps", "eval_tokens", "rows_at_once", "threads"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError.of(name, value, "must be at least 1")
-        for name in ("gpus_per_row", "retries"):
-            if getattr(self, name) < 0:
-                raise ConfigError.of(name, getattr(self, name), "must not be negative")
+        check_at_least(self, 1, "seeds", "steps", "eval_tokens", "rows_at_once", "threads")
+        check_not_negative(self, "gpus_per_row", "retries")
         parse_conditions(self.conditions, self.seeds)
 
     def run(self) -> int:
@@ -109,12 +105,8 @@ Figures 5 to 7 have commands of their own:
         out = self.out or Path("runs") / f"reproduce-{self.size}"
         rows: list[RowStatus] = []
         if not self.rebuild:
-            try:
-                command = ["loopscope", *sys.argv[1:]]
-                rows = run_rows(lambda: laid_out(self._request(), out, command, say), self._backend, self.retries)
-            except KeyboardInterrupt:
-                say(f"interrupted; rows were saved. Resume with: loopscope {shlex.join(sys.argv[1:])}")
-                return EXIT_INTERRUPTED
+            command = ["loopscope", *sys.argv[1:]]
+            rows = run_rows(lambda: laid_out(self._request(), out, command, say), self._backend, self.retries)
         results, claims = publish(out, say)
         if not results.rows and not results.failures:
             raise RunError(f"{out} has no finished row yet; run the command of this grid again, without --rebuild")

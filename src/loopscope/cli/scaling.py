@@ -10,6 +10,7 @@ import msgspec
 import tyro
 from tyro.conf import Positional
 
+from loopscope.checks import check_not_negative
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
@@ -61,8 +62,7 @@ examples:
         for name in ("starts", "bootstraps"):
             if not 1 <= getattr(self, name) <= 100_000:
                 raise ConfigError.of(name, getattr(self, name), "must be between 1 and 100,000")
-        if self.seed < 0:
-            raise ConfigError.of("seed", self.seed, "must not be negative")
+        check_not_negative(self, "seed")
 
     def run(self) -> int:
         """Read the runs, fit, write and print."""

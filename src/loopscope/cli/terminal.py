@@ -91,6 +91,15 @@ def progress(of: str) -> Iterator[Callable[[str, float], None]]:
         yield lambda what, share: bar.update(task, completed=share, description=f"{of}: {what}")
 
 
+@contextmanager
+def interruptible(how_to_go_on: str) -> Iterator[None]:
+    """Ctrl-C in the block also says how the command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(how_to_go_on) from None
+
+
 BARS = "▁▂▃▄▅▆▇█"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tyro.conf import Positional
 
 from loopscope.cli.live import watching
-from loopscope.cli.terminal import print_json, print_text, say
+from loopscope.cli.terminal import interruptible, print_json, print_text, say
 from loopscope.cli.verb import Configured
 from loopscope.config import Config, ModelConfig
 from loopscope.data.files import check_sources
@@ -77,11 +77,8 @@ examples:
             config = self.resolved()
         else:
             config, weights = self._of_target(self.target)
-        try:
+        with interruptible("the same command goes on from the last checkpoint, or starts again"):
             result = self._train(config, weights)
-        except KeyboardInterrupt:
-            say("interrupted; the same command goes on from the last checkpoint, or starts again")
-            return EXIT_INTERRUPTED
         if is_first_process():
             self._print(result)
         return EXIT_OF[result.outcome]
