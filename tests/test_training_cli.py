@@ -21,8 +21,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from loopscope.cli import main
-from loopscope.errors import ConfigError
-from loopscope.options import parse_depths
 from loopscope.readings import read_run
 from loopscope.results.record import as_json
 from loopscope.results.run import LoggedEvent
@@ -405,13 +403,6 @@ def test_eval_on_other_text_counts_all_of_it(train, place, capsys):
 def test_eval_of_a_place_without_a_run_is_one_sentence(place, capsys):
     assert main(["eval", str(place)]) == 2
     assert "neither a checkpoint nor a run folder" in capsys.readouterr().err
-
-
-def test_depths_are_spans_or_lists():
-    assert parse_depths("2..4") == (2, 3, 4) and parse_depths("1,4") == (1, 4)
-    for wrong in ("0..2", "4..2", "a", "1..", "1,,2", "1..99999999999999999999", "10001", "9" * 5000):
-        with pytest.raises(ConfigError, match="depths"):
-            parse_depths(wrong)
 
 
 def test_tensorboard_gets_the_rows_of_the_metrics(train, place):

@@ -90,7 +90,7 @@ def check_whole_numbers(config: Any) -> None:
 def check_types(config: Any) -> None:
     """Every value has its field's declared type; YAML and Python callers get no silent coercion."""
     check_whole_numbers(config)
-    for name, hint in _hints(type(config)).items():
+    for name, hint in _hints(config.__class__).items():
         value = getattr(config, name)
         if not _matches(value, hint):
             raise ConfigError.of(name, value, f"expected {_describe(hint)}")
