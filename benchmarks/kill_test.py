@@ -236,7 +236,7 @@ def differences(whole: Training, killed: Training) -> list[str]:
         ours, theirs = ({n: t.numpy().tobytes() for n, t in load_file(end.path / file).items()} for end in ends)
         names = sorted(ours.keys() | theirs.keys())
         found += [f"{file}: {name}" for name in names if ours.get(name) != theirs.get(name)]
-    if ends[0].state != ends[1].state:
+    if ends[0].resumable() != ends[1].resumable():
         found.append("state.json")
     if _metrics(whole) != _metrics(killed):
         found.append("metrics.jsonl")

@@ -126,11 +126,6 @@ def integer(value: object) -> int | None:
     return int(found) if found is not None and found == int(found) else None
 
 
-def is_count(value: object) -> bool:
-    """Whether it is a whole number from 0 to the largest that a tensor holds."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
 def words(value: object) -> str:
     """A text or number as text, and nothing for anything else."""
     if value is None or isinstance(value, list | dict):
@@ -319,30 +314,6 @@ def _annotations(kind: Any) -> dict[str, Any]:
 def _is_gap(value: object) -> bool:
     """Whether no number is what a number may be: absent, not finite, or larger than a float holds."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-Form = type | tuple[type, ...] | list[Any] | dict[str, Any] | Callable[[object], bool]
-"""What a value should be: of a type or one of several, a list of values of one form, names with theirs, or a test."""
-NUMBER = (int, float)
-NULL = type(None)
-
-
-def first_misfit(value: object, form: Form, place: str = "") -> str | None:
-    """The place of the first value that is not of its form, or None; names that the form does not have may be there."""
-    if isinstance(form, dict):
-        if not isinstance(value, dict):
-            return place or "the whole"
-        inside = ((value.get(name), each, f"{place}.{name}".lstrip(".")) for name, each in form.items())
-    elif isinstance(form, list):
-        if not isinstance(value, list):
-            return place
-        inside = ((item, form[0], f"{place}[{n}]") for n, item in enumerate(value))
-    elif not isinstance(form, type | tuple):
-        return None if form(value) else place
-    else:
-        wrong_flag = isinstance(value, bool) and form is not bool
-        return place if wrong_flag or not isinstance(value, form) else None
-    return next((found for item, each, at in inside if (found := first_misfit(item, each, at)) is not None), None)
 
 
 Problems = dict[str, str]

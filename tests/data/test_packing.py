@@ -23,6 +23,7 @@ from loopscope.data.packing import PackedTokens, pack
 from loopscope.data.tokenizers import Tokenizer, bytes_tokenizer, fit_tokenizer
 from loopscope.errors import DataError
 from loopscope.machine import cache_folder
+from loopscope.results.record import as_json
 
 DOCUMENTS = ["The river runs to the sea.", "  The sea, naïve 漢字, is not full", "zebra\n\n  the sea", "the river"]
 BYTES = bytes_tokenizer()
@@ -88,7 +89,7 @@ def test_runs_that_cross_shards_are_read_as_one(tokenizer, tmp_path, monkeypatch
     whole = packed_in(tmp_path / "whole", tokenizer)[:]
     monkeypatch.setattr(packing, "SHARD_TOKENS", 7)
     packed = packed_in(tmp_path / "parts", tokenizer)
-    counts = [shard["tokens"] for shard in packed.manifest["shards"]]
+    counts = [shard.tokens for shard in packed.manifest.shards]
     assert len(counts) > 2 and set(counts[:-1]) == {7} and sum(counts) == len(whole)
     for start, stop in ((0, len(whole)), (6, 8), (7, 14), (3, 18), (5, 5), (len(whole) - 1, len(whole))):
         assert packed[start:stop].tolist() == whole[start:stop].tolist()
@@ -98,8 +99,8 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path):
     definition = json.loads(WORD.definition)
     definition["model"]["vocab"] = {"<pad>": 0, "<unk>": 1, "river": 70_000}
     packed = packed_in(tmp_path, Tokenizer("file", json.dumps(definition)))
-    assert packed.manifest["dtype"] == "<u4" and packed[:].max() == 70_000
-    assert packed_in(tmp_path, WORD).manifest["dtype"] == "<u2"
+    assert packed.manifest.dtype == "<u4" and packed[:].max() == 70_000
+    assert packed_in(tmp_path, WORD).manifest.dtype == "<u2"
 
 
 def test_text_is_tokenized_once_and_found_again(tmp_path):
@@ -274,7 +275,7 @@ def test_a_process_killed_while_packing_leaves_no_cache_and_no_lock(tmp_path):
 
 def test_every_field_of_the_manifest_is_documented(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    manifest = packed_in(tmp_path).manifest
+    manifest = as_json(packed_in(tmp_path).manifest)
     nested = [manifest["token_bytes"], manifest["byte_exceptions"], *manifest["shards"]]
     for name in {*manifest, *(name for entry in nested for name in entry)}:
         assert f"`{name}`" in page, f"{name} is not in docs/data.md"
@@ -283,7 +284,7 @@ def test_every_field_of_the_manifest_is_documented(tmp_path):
 def test_the_manifest_counts_what_is_in_the_files(tmp_path):
     packed = packed_in(tmp_path, BPE)
     manifest = json.loads((packed.folder / "manifest.json").read_text())
-    assert manifest == packed.manifest and manifest["schema_version"] == 2
+    assert manifest == as_json(packed.manifest) and manifest["schema_version"] == 3
     (shard,) = manifest["shards"]
     stored = np.fromfile(packed.folder / shard["file"], dtype=manifest["dtype"])
     assert stored.tolist() == BPE.encode("\n\n".join(DOCUMENTS)) and shard["tokens"] == manifest["tokens"]
@@ -296,5 +297,5 @@ def test_a_manifest_in_which_one_value_is_another_is_packed_again(name, tmp_path
     packed = packed_in(tmp_path)
     path = packed.folder / "manifest.json"
     other = {"dtype": "<u4", "split": "valid"}.get(name, 7)
-    path.write_text(json.dumps({**packed.manifest, name: other}))
+    path.write_text(json.dumps({**as_json(packed.manifest), name: other}))
     assert packed_in(tmp_path).manifest == packed.manifest

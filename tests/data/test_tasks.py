@@ -28,6 +28,7 @@ from loopscope.data.tasks import BUCKETS, HELD_OUT_INSTANCES, TASKS, Hops, Insta
 from loopscope.data.tokenizers import Tokenizer, bytes_tokenizer, train_bpe, train_word
 from loopscope.errors import ConfigError, DataError
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
+from loopscope.results.run import SplitSizes
 
 CELLS = "abcdefghijklmnopqrstuvwxyzABCDEF"
 
@@ -270,9 +271,9 @@ def test_a_task_is_prepared_in_bytes_and_never_packed(name, tmp_path, monkeypatc
     monkeypatch.setenv("LOOPSCOPE_CACHE", str(tmp_path / "cache"))
     config = Config(model=ModelConfig(vocab_size=256), data=DataConfig(data=("task:hops",), tokenizer=name))
     prepared = prepare(config, tmp_path / "tokenizer", lambda line: None)
-    manifest = prepared.manifest()
-    assert manifest["corpus"] == "task:hops" and manifest["tokenizer"] == "bytes"
-    assert manifest["tokens"] == {"train": None, "valid": HELD_OUT_INSTANCES * Hops.length}
+    record = prepared.record()
+    assert record.corpus == "task:hops" and record.tokenizer == "bytes"
+    assert record.tokens == SplitSizes(train=None, valid=HELD_OUT_INSTANCES * Hops.length)
     assert not (tmp_path / "cache").exists()
 
 

@@ -43,6 +43,7 @@ from loopscope.files import write_json
 from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
+from loopscope.results.checkpoint import GuardState, MonitorState, SavedRun
 from loopscope.results.evaluation import Depth, Split, Throughput
 from loopscope.results.ouro import (
     EXIT_THRESHOLDS,
@@ -79,14 +80,15 @@ from loopscope.verbs.cards import read_results as read_card_results
 
 MODEL = ls.ModelConfig(vocab_size=256, width=8, num_heads=2, num_layers=1, num_loops=2, max_length=8, dropout=0.0)
 STEP = "checkpoints/step-00000003"
-STATE: dict[str, Any] = {
-    "step": 3,
-    "penalty_on": False,
-    "best_ce": 4.25,
-    "best_step": 2,
-    "guard": {"recent": [4.5, 4], "bad_in_a_row": 0, "rollbacks": 0},
-    "monitor": {"start": 1.5, "since": None, "recent": [[1, 0.5]], "raised": ["runaway"]},
-}
+STATE = SavedRun(
+    step=3,
+    penalty_on=False,
+    best_ce=4.25,
+    best_step=2,
+    guard=GuardState(recent=[4.5, 4.0], bad_in_a_row=0, rollbacks=0),
+    monitor=MonitorState(start=1.5, since=None, recent=[(1, 0.5)], raised=["runaway"]),
+    world_size=1,
+)
 LINES = [f"line {n} of a text about rivers, ä and {n * n} stones" for n in range(60)]
 ROW = "per-loop+rmsnorm-s42"
 
@@ -177,7 +179,7 @@ def whole_text_counted(result: list[Any], whole: list[Any]) -> bool:
 def resume(folder: Path) -> dict[str, Any]:
     """What `train --resume` takes from a checkpoint."""
     found = checkpoint.load(folder / "run" / STEP)
-    found.check_resumable()
+    found.resumable()
     model = ls.build(MODEL, seed=1)
     optimizers = Optimizers(model, TrainingConfig())
     found.restore_tensors(model, optimizers)

@@ -14,6 +14,7 @@ import loopscope as ls
 from loopscope.config import ModelConfig, config_to_yaml
 from loopscope.model.layers import Layer
 from loopscope.model.norms import NORM_PLACEMENTS, PreNorm, make_norm
+from loopscope.results.checkpoint import SavedWeights
 from loopscope.training import checkpoint
 from loopscope.training.counting import Kernels, count_step
 from loopscope.training.optimizers import Optimizers
@@ -137,7 +138,7 @@ def test_decoding_through_a_cache_equals_the_whole_sequence(tiny, ids_BT, placem
 def test_a_trained_model_comes_back_from_its_checkpoint_and_its_configuration(tiny, ids_BT, placement, tmp_path):
     config = ls.Config(model=replace(tiny, norm_placement=placement))
     model, optimizers = _trained_one_step(config, ids_BT)
-    path = checkpoint.save(tmp_path, model, optimizers, {"step": 1})
+    path = checkpoint.save(tmp_path, model, optimizers, SavedWeights(step=1))
     (tmp_path / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
     again = ls.build(ls.load_config(tmp_path / "config.yaml").model, seed=1)
     checkpoint.load_model_tensors(again, checkpoint.load(path).model_tensors(), path)

@@ -928,15 +928,6 @@ def test_signs_are_kept_and_units_that_are_none_leave_no_gap(tmp_path):
     folder = write_reproduction(tmp_path / "grid", {"per-loop+rmsnorm": 1})
     told = [quantity("ΔCE", "nats", 0.25, signed=True), quantity("a height", "", 0.25)]
     judged = replace(claims().claims[0], quantities=told)
-    write_json(folder / "claims.json", replace(claims(), claims=[judged]).to_json())
+    write_record(folder / "claims.json", replace(claims(), claims=[judged]))
     page = build_report([folder]).html
     assert "ΔCE: +0.25 nats [+0.25, +0.275], n" in page and "a height: 0.25 [0.25, 0.275], n" in page
-
-
-def test_a_record_from_before_words_changed_is_read_in_todays_words(tmp_path):
-    """claims.json of records/ says scale where size is meant, and has no field for what is shown with a sign."""
-    record = Path(__file__).parent.parent.parent / "records" / "2026-11-16-nano-wikitext2"
-    assert '"scale": "nano"' in (record / "claims.json").read_text("utf-8")
-    text = text_of(record)
-    assert "nano · paper recipe" in text and "do not hold at this size" in text and "at this scale" not in text
-    assert "that ΔCE with its sign: +0.1677 nats" in text

@@ -119,7 +119,7 @@ def test_sharded_checkpoints_hold_no_pickle(sharded):
     files = {path.suffix for path in sharded.rglob("*") if path.is_file()}
     assert files <= {".safetensors", ".json", ".jsonl", ".yaml"}
     for path in checkpoint.list_steps(sharded / "checkpoints"):
-        assert checkpoint.load(path).state["sharded"] is True
+        assert checkpoint.load(path).state.sharded
         assert len(list(path.glob("*.safetensors"))) >= 2
 
 

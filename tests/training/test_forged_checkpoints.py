@@ -15,17 +15,19 @@ from safetensors.torch import load_file, save
 import loopscope as ls
 from loopscope.config import TrainingConfig
 from loopscope.errors import RunError
+from loopscope.results.checkpoint import GuardState, MonitorState, SavedRun
 from loopscope.training import checkpoint
 from loopscope.training.optimizers import Optimizers
 
-STATE: dict[str, Any] = {
-    "step": 3,
-    "penalty_on": False,
-    "best_ce": None,
-    "best_step": None,
-    "guard": {"recent": [4.5, 4], "bad_in_a_row": 0, "rollbacks": 0},
-    "monitor": {"start": 1.5, "since": None, "recent": [[1, 0.5]], "raised": ["runaway"]},
-}
+STATE = SavedRun(
+    step=3,
+    penalty_on=False,
+    best_ce=None,
+    best_step=None,
+    guard=GuardState(recent=[4.5, 4.0], bad_in_a_row=0, rollbacks=0),
+    monitor=MonitorState(start=1.5, since=None, recent=[(1, 0.5)], raised=["runaway"]),
+    world_size=1,
+)
 
 
 def small() -> tuple[Any, Optimizers]:
@@ -47,7 +49,7 @@ def path(tmp_path) -> Path:
 
 def resume(path: Path) -> None:
     found = checkpoint.load(path)
-    found.check_resumable()
+    found.resumable()
     found.restore_tensors(*small())
 
 
@@ -82,7 +84,7 @@ def test_a_file_that_holds_no_object_is_named(path, name, content):
         forge(path, name, content)
     else:
         (path / name).write_bytes(content)
-    with pytest.raises(RunError, match=rf"checkpoint {path} cannot be read: {name} "):
+    with pytest.raises(RunError, match=rf"checkpoint {path} is damaged: {name} "):
         checkpoint.load(path)
 
 
@@ -96,7 +98,7 @@ def test_a_value_of_the_wrong_kind_is_named_by_its_place(path, place, wrong):
     *outer, name = place.split(".")
     (state[outer[0]] if outer else state)[name] = wrong
     forge(path, "state.json", json.dumps(state).encode())
-    with pytest.raises(RunError, match=rf"is damaged: {place}\S* in state.json is missing or of the wrong kind"):
+    with pytest.raises(RunError, match=rf"is damaged: state.json does not fit at {place}\S*: "):
         resume(path)
 
 
@@ -104,7 +106,7 @@ def test_a_missing_value_is_named(path):
     state = json.loads((path / "state.json").read_text())
     del state["penalty_on"]
     forge(path, "state.json", json.dumps(state).encode())
-    with pytest.raises(RunError, match=r"is damaged: penalty_on in state.json is missing"):
+    with pytest.raises(RunError, match=r"is damaged: state.json does not fit: it lacks 'penalty_on'"):
         resume(path)
 
 
@@ -151,4 +153,4 @@ def test_counts_that_no_run_can_have_are_damage(tmp_path, place, changes):
     state = {**json.loads((path / "state.json").read_text()), **changes}
     forge(path, "state.json", json.dumps(state).encode())
     with pytest.raises(RunError, match=place):
-        checkpoint.load(path).check_resumable()
+        checkpoint.load(path).resumable()

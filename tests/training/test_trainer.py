@@ -35,7 +35,7 @@ SCRIPT = Path(__file__).parent / "synthetic.py"
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     path = folder / "checkpoints" / f"step-{step:08d}"
     found = checkpoint.load(path)
-    optimizer = {} if found.state["sharded"] else checkpoint.load_file(path / "optimizer.safetensors")
+    optimizer = {} if found.state.sharded else checkpoint.load_file(path / "optimizer.safetensors")
     return {**found.model_tensors(), **optimizer}
 
 
@@ -164,7 +164,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path):
     trainer.progress.best_step = 4
     kept = {int(path.name[5:]) for path in checkpoint.list_steps(tmp_path / "checkpoints")}
     assert {20, 24} <= kept and len(kept) <= 3
-    assert checkpoint.load(tmp_path / "checkpoints" / "step-00000024").state["best_step"] in kept
+    assert checkpoint.load(tmp_path / "checkpoints" / "step-00000024").resumable().best_step in kept
 
 
 def test_a_full_disk_during_a_save_keeps_the_checkpoints_before(tmp_path, monkeypatch):

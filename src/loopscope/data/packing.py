@@ -17,21 +17,23 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from loopscope.data.corpora import Corpus, Split, joined
 from loopscope.data.tasks import TaskText
 from loopscope.data.tokenizers import Tokenizer
-from loopscope.errors import DataError
-from loopscope.files import MOST_JSON_BYTES, Form, first_misfit, open_file, read_text, sync_folder
+from loopscope.errors import DataError, RunError
+from loopscope.files import open_file, sync_folder
 from loopscope.machine import cache_folder
+from loopscope.results.record import Count, encode, load_record, text_of
 
-SCHEMA_VERSION = 2
+FORMAT = 3
+"""Of packed tokens: those of another are packed again."""
 SHARD_TOKENS = 1 << 27
 """Tokens of a full shard."""
 BATCH_CHARACTERS = 1 << 20
@@ -39,17 +41,6 @@ BATCH_CHARACTERS = 1 << 20
 READ_TOKENS = 1 << 20
 """Tokens read at once when bytes are counted."""
 MANIFEST_FILE = "manifest.json"
-MANIFEST_FORM: Form = {
-    "sha256": str,
-    "dtype": str,
-    "tokens": int,
-    "documents": int,
-    "bytes": int,
-    "shards": [{"file": str, "sha256": str, "tokens": int}],
-    "token_bytes": {"file": str, "sha256": str},
-    "byte_exceptions": {"file": str, "sha256": str},
-}
-"""What whoever reads the tokens relies on."""
 TOKEN_TYPES = ("<u2", "<u4")
 EXCEPTION = np.dtype("<i8")
 
@@ -59,25 +50,75 @@ OnProgress = Callable[[int, int], None]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedFile:
+    """A file beside the manifest."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard(PackedFile):
+    """Some of the tokens."""
+
+    tokens: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedManifest:
+    """manifest.json of packed tokens: what they depend on, and what whoever reads them relies on."""
+
+    schema_version: Literal[3] = 3
+    corpus: str
+    corpus_sha256: str
+    split: Split
+    tokenizer: str
+    tokenizer_sha256: str
+    dtype: Literal["<u2", "<u4"]
+    tokens: Count
+    documents: Count
+    bytes: Count
+    shards: list[Shard]
+    token_bytes: PackedFile
+    byte_exceptions: PackedFile
+    sha256: str = ""
+    """Of everything else in it: a flipped digit of a count is noticed too."""
+
+    def digest(self) -> str:
+        """What `sha256` should be."""
+        return hashlib.sha256(encode(replace(self, sha256=""))).hexdigest()
+
+
 @dataclass(frozen=True)
 class PackedTokens:
     """The tokens of a split on disk. `len` and slices work as on an array; a slice is read when it is asked for."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: PackedManifest
+
+    @property
+    def corpus(self) -> str:
+        """Name of the text."""
+        return self.manifest.corpus
+
+    @property
+    def corpus_sha256(self) -> str:
+        """Its hash."""
+        return self.manifest.corpus_sha256
 
     @property
     def num_documents(self) -> int:
         """Documents in the split."""
-        return int(self.manifest["documents"])
+        return self.manifest.documents
 
     @property
     def num_bytes(self) -> int:
         """UTF-8 bytes of the joined text."""
-        return int(self.manifest["bytes"])
+        return self.manifest.bytes
 
     def __len__(self) -> int:
-        return int(self.manifest["tokens"])
+        return self.manifest.tokens
 
     def __getitem__(self, key: slice) -> np.ndarray:
         start, stop, step = key.indices(len(self))
@@ -85,7 +126,7 @@ class PackedTokens:
         first, last = np.searchsorted(self._starts, (start, stop - 1), side="right") - 1
         shards = zip(self._shards[first : last + 1], self._starts[first : last + 1], strict=True)
         parts = [shard[max(start - begin, 0) : max(stop - begin, 0)] for shard, begin in shards]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=self.manifest["dtype"])
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.manifest.dtype)
 
     def bytes_between(self, start: int, stop: int) -> int:
         """UTF-8 bytes of the text behind tokens start … stop − 1."""
@@ -97,20 +138,20 @@ class PackedTokens:
 
     @cached_property
     def _shards(self) -> list[np.ndarray]:
-        dtype = np.dtype(self.manifest["dtype"])
-        return [_mapped(self.folder / shard["file"], dtype) for shard in self.manifest["shards"]]
+        dtype = np.dtype(self.manifest.dtype)
+        return [_mapped(self.folder / shard.file, dtype) for shard in self.manifest.shards]
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        return np.cumsum([0, *(shard["tokens"] for shard in self.manifest["shards"][:-1])])
+        return np.cumsum([0, *(shard.tokens for shard in self.manifest.shards[:-1])])
 
     @cached_property
     def _bytes_V(self) -> np.ndarray:
-        return _mapped(self.folder / self.manifest["token_bytes"]["file"], EXCEPTION)
+        return _mapped(self.folder / self.manifest.token_bytes.file, EXCEPTION)
 
     @cached_property
     def _exceptions_E2(self) -> np.ndarray:
-        return _mapped(self.folder / self.manifest["byte_exceptions"]["file"], EXCEPTION).reshape(-1, 2)
+        return _mapped(self.folder / self.manifest.byte_exceptions.file, EXCEPTION).reshape(-1, 2)
 
 
 SplitTokens = PackedTokens | TaskText
@@ -141,37 +182,27 @@ def pack(
 
 
 def _key(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> str:
-    parts = [SCHEMA_VERSION, corpus.sha256, split, tokenizer.fingerprint]
+    parts = [FORMAT, corpus.sha256, split, tokenizer.fingerprint]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _intact(folder: Path) -> PackedTokens | None:
     """The packed tokens in a folder; None when there are none, or when a file is not as its checksum says."""
     try:
-        manifest = json.loads(read_text(folder / MANIFEST_FILE, MOST_JSON_BYTES))
-        whole = first_misfit(manifest, MANIFEST_FORM) is None and _fits(folder, manifest)
-    except (OSError, ValueError, RecursionError):
+        manifest = load_record(folder / MANIFEST_FILE, PackedManifest)
+        return PackedTokens(folder, manifest) if _fits(folder, manifest) else None
+    except (OSError, RunError):
         return None
-    return PackedTokens(folder, manifest) if whole else None
 
 
-def _fits(folder: Path, manifest: dict[str, Any]) -> bool:
+def _fits(folder: Path, manifest: PackedManifest) -> bool:
     """Whether the manifest is as it was written, and every file what it says."""
-    shards, dtype = manifest["shards"], manifest["dtype"]
-    files = [*shards, manifest["token_bytes"], manifest["byte_exceptions"]]
-    if manifest["sha256"] != _manifest_digest(manifest) or dtype not in TOKEN_TYPES:
+    shards, files = manifest.shards, [*manifest.shards, manifest.token_bytes, manifest.byte_exceptions]
+    if manifest.sha256 != manifest.digest() or any(Path(entry.file).name != entry.file for entry in files):
         return False
-    if any(Path(entry["file"]).name != entry["file"] for entry in files):
-        return False
-    sizes = [(folder / shard["file"]).stat().st_size // np.dtype(dtype).itemsize for shard in shards]
-    counted = sizes == [shard["tokens"] for shard in shards] and sum(sizes) == manifest["tokens"]
-    return counted and all(_digest(folder / entry["file"]) == entry["sha256"] for entry in files)
-
-
-def _manifest_digest(manifest: dict[str, Any]) -> str:
-    """SHA-256 of everything else in it: a flipped digit of a count is noticed too."""
-    rest = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    sizes = [(folder / shard.file).stat().st_size // np.dtype(manifest.dtype).itemsize for shard in shards]
+    counted = sizes == [shard.tokens for shard in shards] and sum(sizes) == manifest.tokens
+    return counted and all(_digest(folder / entry.file) == entry.sha256 for entry in files)
 
 
 def _build(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_progress: OnProgress) -> PackedTokens:
@@ -192,7 +223,7 @@ def _build(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_
     return PackedTokens(folder, manifest)
 
 
-def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_progress: OnProgress) -> dict[str, Any]:
+def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_progress: OnProgress) -> PackedManifest:
     with _Writer(folder, tokenizer.vocab_size) as writer:
 
         def counted() -> Iterator[str]:
@@ -207,18 +238,9 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_
     if not writer.tokens:
         remedy = "; name some with --valid" if split == "valid" else ""
         raise DataError(f"{corpus.name} has no documents in its {split} split{remedy}")
-    manifest = {
-        "schema_version": SCHEMA_VERSION,
-        "corpus": corpus.name,
-        "corpus_sha256": corpus.sha256,
-        "split": split,
-        "tokenizer": tokenizer.kind,
-        "tokenizer_sha256": tokenizer.fingerprint,
-        **writer.manifest(),
-    }
-    manifest["sha256"] = _manifest_digest(manifest)
+    manifest = writer.manifest(corpus, split, tokenizer)
     with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(manifest, indent=2) + "\n")
+        file.write(text_of(manifest))
         file.flush()
         os.fsync(file.fileno())
     return manifest
@@ -258,21 +280,29 @@ class _Writer:
             self.tokens += len(ids_N[:room])
             ids_N = ids_N[room:]
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self, corpus: Corpus, split: Split, tokenizer: Tokenizer) -> PackedManifest:
         """What was written; to be asked once the writer is closed."""
         table = _HashedFile(self._folder / "token-bytes.bin")
         table.write(np.maximum(self._bytes_V, 0))
         table.close()
-        shards = [{**shard.entry(), "tokens": shard.size // self._dtype.itemsize} for shard in self._shards]
-        return {
-            "dtype": self._dtype.str,
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "shards": shards,
-            "token_bytes": table.entry(),
-            "byte_exceptions": self._exceptions.entry(),
-        }
+        shards = [
+            Shard(file=each.name, sha256=each.sha256, tokens=each.size // self._dtype.itemsize) for each in self._shards
+        ]
+        manifest = PackedManifest(
+            corpus=corpus.name,
+            corpus_sha256=corpus.sha256,
+            split=split,
+            tokenizer=tokenizer.kind,
+            tokenizer_sha256=tokenizer.fingerprint,
+            dtype="<u4" if self._dtype.itemsize == 4 else "<u2",
+            tokens=self.tokens,
+            documents=self.documents,
+            bytes=self.bytes,
+            shards=shards,
+            token_bytes=PackedFile(file=table.name, sha256=table.sha256),
+            byte_exceptions=PackedFile(file=self._exceptions.name, sha256=self._exceptions.sha256),
+        )
+        return replace(manifest, sha256=manifest.digest())
 
     def _add_bytes(self, ids_N: np.ndarray, bytes_N: np.ndarray) -> None:
         new_N = self._bytes_V[ids_N] < 0
@@ -291,8 +321,7 @@ class _HashedFile:
     """A file that is hashed while it is written and on disk once it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self.size = 0
-        self._path = path
+        self.size, self.name = 0, path.name
         self._file = path.open("wb")
         self._hash = hashlib.sha256()
 
@@ -307,9 +336,10 @@ class _HashedFile:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def entry(self) -> dict[str, Any]:
-        """Its line in the manifest."""
-        return {"file": self._path.name, "sha256": self._hash.hexdigest()}
+    @property
+    def sha256(self) -> str:
+        """Hash of what was written."""
+        return self._hash.hexdigest()
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -12,15 +12,14 @@ Data order, dropout and sampled depth are functions of (seed, step), so they nee
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,32 +33,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from loopscope.errors import RunError
-from loopscope.files import (
-    NULL,
-    NUMBER,
-    Form,
-    Problems,
-    first_misfit,
-    folder_written_whole,
-    is_count,
-    open_file,
-    read_json,
-    without_nan,
-)
+from loopscope.files import MOST_JSON_BYTES, folder_written_whole, open_file, read_bytes
+from loopscope.results.checkpoint import SavedRun, SavedWeights
+from loopscope.results.record import MisfitError, decode, text_of
 from loopscope.training.distributed import Ranks
 from loopscope.training.optimizers import Optimizers
 
-FORMAT = 1
-STATE_FORM: Form = {"step": is_count, "sharded": bool}
-"""What every state.json has."""
-RESUMED_FORM: Form = {
-    "penalty_on": bool,
-    "best_ce": (*NUMBER, NULL),
-    "best_step": (int, NULL),
-    "guard": {"recent": [NUMBER], "bad_in_a_row": is_count, "rollbacks": is_count},
-    "monitor": {"start": (*NUMBER, NULL), "since": (int, NULL), "recent": [[NUMBER]], "raised": [str]},
-}
-"""What it also has where a run is to go on from it."""
+T = TypeVar("T")
+
+STATE_FILE, SUMS_FILE = "state.json", "checksums.json"
 SLOTS: dict[type[torch.optim.Optimizer], set[str]] = {
     torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
     torch.optim.Muon: {"momentum_buffer"},
@@ -74,21 +56,21 @@ class Checkpoint:
     """A checkpoint folder whose checksums were right."""
 
     path: Path
-    state: dict[str, Any]
+    state: SavedWeights
 
     @property
     def step(self) -> int:
         """Steps that had been made."""
-        return int(self.state["step"])
+        return self.state.step
 
-    def check_resumable(self) -> None:
-        """Refuse a state that a run cannot go on from, before anything is taken from it."""
-        if self.state.keys() == {"format", "step", "sharded"}:
+    def resumable(self) -> SavedRun:
+        """The state that a run goes on from; one that it cannot go on from is refused before anything is taken."""
+        data = _read(self.path / STATE_FILE)
+        if decode(data, dict[str, Any]).keys() <= set(SavedWeights.__slots__):
             raise RunError(
                 f"checkpoint {self.path} holds weights alone, and cannot be resumed; start from it by --init-from"
             )
-        if (place := first_misfit(self.state, RESUMED_FORM)) is not None:
-            raise RunError(f"checkpoint {self.path} is damaged: {place} in state.json is missing or of the wrong kind")
+        return _decoded(self.path / STATE_FILE, data, SavedRun)
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers, whole, whatever the number of ranks that wrote them."""
@@ -96,7 +78,7 @@ class Checkpoint:
             return self._model_tensors()
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        if not self.state["sharded"]:
+        if not self.state.sharded:
             return load_file(self.path / "model.safetensors")
         _check_headers(self.path)
         reader = HuggingFaceStorageReader(str(self.path))
@@ -111,7 +93,7 @@ class Checkpoint:
             self._restore_tensors(model, optimizers)
 
     def _restore_tensors(self, model: nn.Module, optimizers: Optimizers) -> None:
-        if not self.state["sharded"]:
+        if not self.state.sharded:
             load_model_tensors(model, self._model_tensors(), self.path)
             load_optimizer_tensors(model, optimizers, load_file(self.path / "optimizer.safetensors"))
             return
@@ -128,13 +110,13 @@ class Checkpoint:
         load_optimizer_tensors(model, optimizers, {n.removeprefix(OPTIMIZER): t for n, t in slots.items()})
 
 
-def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> Path:
+def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: SavedWeights) -> Path:
     """Write step-N beside its place and rename it there."""
-    path = folder / f"step-{state['step']:08d}"
+    path = folder / f"step-{state.step:08d}"
     with failures_of_the_disk(path), folder_written_whole(path) as beside:
         save_file(model_tensors(model), beside / "model.safetensors")
         save_file(optimizer_tensors(model, optimizers), beside / "optimizer.safetensors")
-        _write_state(beside, {**state, "sharded": False})
+        _write_state(beside, state)
     return path
 
 
@@ -146,12 +128,12 @@ def save_weights(folder: Path, tensors: dict[str, Tensor], step: int) -> None:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     save_file(tensors, path / "model.safetensors")
-    _write_state(path, {"step": step, "sharded": False})
+    _write_state(path, SavedWeights(step=step))
 
 
-def save_sharded(folder: Path, model: nn.Module, optimizers: Optimizers, state: dict[str, Any], ranks: Ranks) -> None:
+def save_sharded(folder: Path, model: nn.Module, optimizers: Optimizers, state: SavedRun, ranks: Ranks) -> None:
     """Every rank writes its own shards into one folder beside; the first rank completes and renames it."""
-    path = folder / f"step-{state['step']:08d}"
+    path = folder / f"step-{state.step:08d}"
     tensors = {
         **{MODEL + name: tensor for name, tensor in model_tensors(model).items()},
         **{OPTIMIZER + name: tensor for name, tensor in optimizer_tensors(model, optimizers).items()},
@@ -169,7 +151,7 @@ def save_sharded(folder: Path, model: nn.Module, optimizers: Optimizers, state: 
             return
         with folder_written_whole(path, tag="shared") as beside:
             write(beside)
-            _write_state(beside, {**state, "sharded": True})
+            _write_state(beside, replace(state, sharded=True))
 
 
 @contextmanager
@@ -196,31 +178,34 @@ def failures_of_the_disk(path: Path) -> Iterator[None]:
 
 def load(path: Path) -> Checkpoint:
     """Open a checkpoint after checking it; anything wrong is a RunError that names the file."""
-    sums = _read_object(path / "checksums.json")
+    sums = _decoded(path / SUMS_FILE, _read(path / SUMS_FILE), dict[str, str])
     for name, expected in sums.items():
         if Path(name).name != name:
-            raise RunError(f"checkpoint {path} is damaged: checksums.json names {name!r}, which is not a file of it")
+            raise RunError(f"checkpoint {path} is damaged: {SUMS_FILE} names {name!r}, which is not a file of it")
         with _told(path):
             if _sha256(path / name) != expected:
                 raise RunError(f"checkpoint {path} is damaged: {name} does not match its checksum")
-    state = _read_object(path / "state.json")
-    if state.get("format") != FORMAT:
-        raise RunError(f"checkpoint {path} has format {state.get('format')}; this loopscope reads {FORMAT}")
-    if (place := first_misfit(state, STATE_FORM)) is not None:
-        raise RunError(f"checkpoint {path} is damaged: {place} in state.json is missing or of the wrong kind")
-    if re.fullmatch(r"step-\d+", path.name) and int(path.name.removeprefix("step-")) != state["step"]:
-        raise RunError(f"checkpoint {path} is damaged: its state.json is one of step {state['step']}")
+    state = _decoded(path / STATE_FILE, _read(path / STATE_FILE), SavedWeights)
+    if re.fullmatch(r"step-\d+", path.name) and int(path.name.removeprefix("step-")) != state.step:
+        raise RunError(f"checkpoint {path} is damaged: its {STATE_FILE} is one of step {state.step}")
     return Checkpoint(path, state)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that a checkpoint cannot do without."""
-    problems: Problems = {}
-    found = read_json(path, problems)
-    if found is None:
-        why = problems.get(path.name, "is missing").removesuffix(" and is left out")
-        raise RunError(f"checkpoint {path.parent} cannot be read: {path.name} {why}")
-    return found
+def _read(path: Path) -> bytes:
+    """A JSON file that a checkpoint cannot do without."""
+    try:
+        return read_bytes(path, MOST_JSON_BYTES)
+    except FileNotFoundError:
+        raise RunError(f"checkpoint {path.parent} cannot be read: {path.name} is missing") from None
+    except OSError as error:
+        raise RunError(f"checkpoint {path.parent} cannot be read: {path.name}: {error.strerror}") from None
+
+
+def _decoded(path: Path, data: bytes, kind: type[T]) -> T:
+    try:
+        return decode(data, kind)
+    except MisfitError as error:
+        raise RunError(f"checkpoint {path.parent} is damaged: {path.name} {error}") from None
 
 
 @contextmanager
@@ -318,11 +303,11 @@ def load_optimizer_tensors(model: nn.Module, optimizers: Optimizers, tensors: di
                 }
 
 
-def _write_state(beside: Path, state: dict[str, Any]) -> None:
+def _write_state(beside: Path, state: SavedWeights) -> None:
     """state.json, then the checksums of everything that is there."""
-    (beside / "state.json").write_text(json.dumps(without_nan({"format": FORMAT, **state}), indent=1, allow_nan=False))
+    (beside / STATE_FILE).write_text(text_of(state), encoding="utf-8")
     sums = {file.name: _sha256(file) for file in sorted(beside.iterdir())}
-    (beside / "checksums.json").write_text(json.dumps(sums, indent=1))
+    (beside / SUMS_FILE).write_text(text_of(sums), encoding="utf-8")
 
 
 def _spread_like(model_tensor: Tensor, tensor: Tensor) -> Tensor:

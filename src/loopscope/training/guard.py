@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from loopscope.config import TrainingConfig
+from loopscope.results.checkpoint import GuardState
 
 RECENT = 50
 """Losses whose median a spike is measured against; none is called before they are this many."""
@@ -79,11 +80,11 @@ class StepGuard:
                 return f"the loss spiked to {loss:.4g}, {loss / median:.1f} times its recent median"
         return None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> GuardState:
         """What a checkpoint keeps."""
-        return {"recent": list(self.recent), "bad_in_a_row": self.bad_in_a_row, "rollbacks": self.rollbacks}
+        return GuardState(recent=list(self.recent), bad_in_a_row=self.bad_in_a_row, rollbacks=self.rollbacks)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: GuardState) -> None:
         """Go on from a checkpoint."""
-        self.recent = deque(state["recent"], maxlen=RECENT)
-        self.bad_in_a_row, self.rollbacks = state["bad_in_a_row"], state["rollbacks"]
+        self.recent = deque(state.recent, maxlen=RECENT)
+        self.bad_in_a_row, self.rollbacks = state.bad_in_a_row, state.rollbacks

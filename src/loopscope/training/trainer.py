@@ -28,7 +28,9 @@ from loopscope.config import PAPER_PENALTY, Config, ModelConfig
 from loopscope.errors import RunError
 from loopscope.objectives.placement import Objective, exit_weights, sample_depth
 from loopscope.protocol import ExitGate, Scheduled, SharedCore
+from loopscope.results.checkpoint import MonitorState, SavedRun
 from loopscope.results.evaluation import Depth
+from loopscope.results.record import as_json
 from loopscope.results.run import Logged, LoggedEvaluation, LoggedEvent, LoggedStep
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
@@ -292,12 +294,12 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the current step and drop old ones."""
-        state = {
+        state = SavedRun(
             **vars(self.progress),
-            "guard": self.guard.state(),
-            "monitor": self.monitor.state(),
-            "world_size": self.ranks.world_size,
-        }
+            guard=self.guard.state(),
+            monitor=MonitorState(**self.monitor.state()),
+            world_size=self.ranks.world_size,
+        )
         folder, keep = self.run_folder.checkpoints, self.config.training.keep_last
         sharded = self.config.training.shard == "full"
         if sharded:
@@ -310,12 +312,11 @@ class Trainer:
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         """Go on exactly where a checkpoint was written."""
-        found.check_resumable()
+        state = found.resumable()
         found.restore_tensors(self.model, self.optimizers)
-        state = found.state
-        self.progress = Progress(state["step"], state["penalty_on"], state["best_ce"], state["best_step"])
-        self.guard.restore(state["guard"])
-        self.monitor.restore(state["monitor"])
+        self.progress = Progress(state.step, state.penalty_on, state.best_ce, state.best_step)
+        self.guard.restore(state.guard)
+        self.monitor.restore(as_json(state.monitor))
         self._set_penalty(self.progress.penalty_on)
 
     # --- small parts -------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def evaluate(
         if cached is not None and isinstance(tokens, TaskText):
             raise ConfigError.of("cache_policies", True, f"compares them on text, and {tokens.task.word} is a task")
         if data is None and other_text_of(opened, tokens) is not None:
-            text = f"{tokens.manifest['corpus']}, changed since training"
+            text = f"{tokens.corpus}, changed since training"
         at_once = min(batch * length, max_tokens or len(tokens), len(tokens))
         check_logits(at_once, opened.vocab_size, batch=batch, device_type=set_up().device)
         scores = score_tokens(

@@ -40,7 +40,7 @@ def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Spli
     if (before := other_text_of(opened, tokens)) is not None:
         say(
             f"{opened.name} was trained on text of SHA-256 {before}, and its sources (training and validation) now "
-            f"have {tokens.manifest['corpus_sha256']}: what follows is about what they hold now"
+            f"have {tokens.corpus_sha256}: what follows is about what they hold now"
         )
     return tokens
 
@@ -63,4 +63,4 @@ def other_text_of(opened: Opened, tokens: SplitTokens) -> str | None:
         return None
     record = read_data_record(opened.run.path)
     before = "" if record is None else record.corpus_sha256
-    return before if before and before != tokens.manifest["corpus_sha256"] else None
+    return before if before and before != tokens.corpus_sha256 else None

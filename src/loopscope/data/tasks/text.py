@@ -41,9 +41,14 @@ class TaskText:
         return len(self)
 
     @property
-    def manifest(self) -> dict[str, str]:
-        """Which corpus this is, as packed tokens say it of theirs."""
-        return {"corpus": self.task.word, "corpus_sha256": self.task.sha256}
+    def corpus(self) -> str:
+        """Name of the task."""
+        return self.task.word
+
+    @property
+    def corpus_sha256(self) -> str:
+        """Its hash."""
+        return self.task.sha256
 
     def training_rows(self, seed: int, first: int, count: int, most_steps: int) -> Rows:
         """Rows first … first + count − 1 of the endless row of instances that belongs to a seed."""
