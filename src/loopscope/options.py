@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from loopscope.checks import check_at_least, check_one_of
+from loopscope.checks import check_at_least, check_not_negative, check_one_of
 from loopscope.config import MOST_LOOPS
 from loopscope.errors import ConfigError
 
@@ -57,18 +57,18 @@ def check_depths(depths: Sequence[int] | None) -> None:
         raise ConfigError.of("depths", depths, f"depths count loops, from 1 up to {MOST_LOOPS:,}")
 
 
-def written(parse: Callable[[str], Any]) -> Any:
-    """One word of the command line that stands for several values."""
+def written(parse: Callable[[str], Any], show: Callable[[Any], str] = lambda values: ",".join(map(str, values))) -> Any:
+    """One word of the command line that stands for several values, and how a default is written."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="TEXT",
         instance_from_str=lambda words: parse(words[0]),
         is_instance=lambda value: isinstance(value, Sequence),
-        str_from_instance=lambda values: [",".join(map(str, values))],
+        str_from_instance=lambda values: [show(values)],
     )
 
 
-Depths = Annotated[Sequence[int], written(parse_depths)]
+Depths = Annotated[Sequence[int], written(parse_depths, lambda depths: f"{min(depths)}..{max(depths)}")]
 """1..8 or 1,2,4."""
 Listed = Annotated[Sequence[str], written(lambda text: tuple(text.split(",")))]
 """Names with commas between."""
@@ -291,3 +291,45 @@ class GenerateOptions(SamplingOptions):
         check_at_least(self, 1, "max_tokens")
         if self.num_loops is not None and not 1 <= self.num_loops <= MOST_LOOPS:
             raise ConfigError.of("num_loops", self.num_loops, f"a number of loops is between 1 and {MOST_LOOPS:,}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a run is planned for, beside its configuration."""
+
+    devices: int = 1
+    """Devices the run is spread over."""
+    device_type: Literal["cpu", "cuda"] = "cpu"
+    """What the devices are."""
+    flops_per_second: float | None = None
+    """FLOP/s of one device; measured here when not given."""
+    tokens: int | None = None
+    """Token budget, instead of steps × batch × sequence length."""
+    within_hours: float | None = None
+    """Also say how many devices finish the run in so many hours."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "devices", "tokens")
+        for name in ("flops_per_second", "within_hours"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ConfigError.of(name, value, "must be a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingOptions:
+    """How a law is fitted to runs."""
+
+    law: Literal["iso-depth", "parcae"] = "iso-depth"
+    """iso-depth fits what a loop is worth; parcae counts parameters unrolled and fits depth at test time."""
+    starts: int = 500
+    """Starting points of each fit."""
+    bootstraps: int = 200
+    """Draws of (budget, loops) cells behind the interval."""
+    seed: int = 0
+    """Of starting points and draws."""
+
+    def __post_init__(self) -> None:
+        for name in ("starts", "bootstraps"):
+            if not 1 <= getattr(self, name) <= 100_000:
+                raise ConfigError.of(name, getattr(self, name), "must be between 1 and 100,000")
+        check_not_negative(self, "seed")

@@ -24,7 +24,15 @@ from loopscope.rows.ledger import Ledger, is_complete
 from loopscope.rows.probe import PARTS, has_probe
 from loopscope.studies import atlas
 from loopscope.studies.atlas_properties import PROPERTIES, atlas_tables, cell_of, free_range_and_growth
-from loopscope.studies.atlas_record import NOT_BUILT, AtlasRecord, collect, note_request, read_atlas
+from loopscope.studies.atlas_record import (
+    NOT_BUILT,
+    AtlasOptions,
+    AtlasRecord,
+    collect,
+    note_request,
+    parse_designs,
+    read_atlas,
+)
 
 QUIET = lambda text: None  # noqa: E731
 
@@ -38,7 +46,7 @@ def cell(of: str, given) -> tuple[str, str]:
 
 
 def test_every_design_is_asked_for_under_both_recipes_and_six_at_most_chase_pointers():
-    rows, refused = atlas.lay_out(atlas.Request())
+    rows, refused = atlas.lay_out(AtlasOptions())
     assert refused == [] and len({row.name for row in rows}) == len(rows)
     for recipe in ("paper", "modern"):
         assert [row.condition for row in rows if row.recipe == recipe and not row.text] == list(DESIGNS)
@@ -50,7 +58,7 @@ def test_every_design_is_asked_for_under_both_recipes_and_six_at_most_chase_poin
 
 def test_recipes_differ_in_initialisation_and_positions_and_a_design_keeps_them():
     paper, modern = (
-        next(row.config for row in atlas.lay_out(atlas.Request(designs=("huginn",)))[0] if row.recipe == recipe)
+        next(row.config for row in atlas.lay_out(AtlasOptions(designs=("huginn",)))[0] if row.recipe == recipe)
         for recipe in ("paper", "modern")
     )
     assert (paper.model.positions, paper.model.init) == ("learned", "pytorch-default")
@@ -60,9 +68,9 @@ def test_recipes_differ_in_initialisation_and_positions_and_a_design_keeps_them(
 
 @pytest.mark.parametrize("steps", [1, 20, 2000])
 def test_pointer_chasing_can_be_as_short_or_as_long_as_one_likes_or_left_out(steps):
-    (row,) = [row for row in atlas.lay_out(atlas.Request(designs=("ouro",), hops_steps=steps))[0] if row.text]
+    (row,) = [row for row in atlas.lay_out(AtlasOptions(designs=("ouro",), hops_steps=steps))[0] if row.text]
     assert row.config.training.steps == steps and row.config.training.warmup <= max(1, steps // 20)
-    assert not [row for row in atlas.lay_out(atlas.Request(hops_steps=0))[0] if row.text]
+    assert not [row for row in atlas.lay_out(AtlasOptions(hops_steps=0))[0] if row.text]
 
 
 def test_a_design_that_cannot_be_built_is_told_and_the_others_are_laid_out(monkeypatch):
@@ -71,7 +79,7 @@ def test_a_design_that_cannot_be_built_is_told_and_the_others_are_laid_out(monke
         raise ConfigError("width = 64: odd widths only")
 
     monkeypatch.setitem(DESIGNS, "refuses", Design("refuses", "Refuses", "nobody", refuses))
-    rows, refused = atlas.lay_out(atlas.Request(designs=("ouro", "refuses"), hops_steps=0))
+    rows, refused = atlas.lay_out(AtlasOptions(designs=("ouro", "refuses"), hops_steps=0))
     assert [row.condition for row in rows] == ["ouro", "ouro"]
     assert [(each.design, each.setting, each.state) for each in refused] == [
         ("refuses", PAPER, NOT_BUILT),
@@ -81,12 +89,12 @@ def test_a_design_that_cannot_be_built_is_told_and_the_others_are_laid_out(monke
 
 
 def test_names_of_designs_come_in_the_order_of_the_registry_and_a_wrong_one_gets_a_suggestion():
-    assert atlas.parse_designs("ouro, paper-raw") == ("paper-raw", "ouro")
-    assert atlas.parse_designs("all") == tuple(DESIGNS)
+    assert parse_designs("ouro, paper-raw") == ("paper-raw", "ouro")
+    assert parse_designs("all") == tuple(DESIGNS)
     with pytest.raises(ConfigError, match="ouro"):
-        atlas.parse_designs("ouroo")
+        parse_designs("ouroo")
     with pytest.raises(ConfigError, match="designs"):
-        atlas.parse_designs(",")
+        parse_designs(",")
 
 
 # --- the cells -------------------------------------------------------------------------------------------------------
@@ -229,7 +237,7 @@ def write_row(out: Path, spec, *, state: str = "finished", audit: str = "per-loo
 @pytest.fixture
 def laid(tmp_path):
     """A noted request for two designs, and its rows."""
-    rows, refused = atlas.lay_out(atlas.Request(designs=("paper-raw", "ouro")))
+    rows, refused = atlas.lay_out(AtlasOptions(designs=("paper-raw", "ouro")))
     record = replace(sample_atlas(), entries=refused)
     note_request(tmp_path, replace(record, designs=[d for d in record.designs if d.name in ("paper-raw", "ouro")]))
     return tmp_path, {row.name: row for row in rows}

@@ -14,14 +14,13 @@ from loopscope.cli.terminal import duration, print_json, print_tables, print_wor
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
-from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, RunError
 from loopscope.show.table import Table
-from loopscope.studies.atlas_record import HOPS_STEPS, SEED, STEPS
+from loopscope.studies.atlas_record import AtlasOptions
 
 if TYPE_CHECKING:
     from loopscope.rows.backends import Backend
     from loopscope.rows.spec import Layout
-    from loopscope.studies.atlas import Request
     from loopscope.studies.atlas_record import AtlasRecord, Setting
 
 IN_TERMINAL = ("untrained", "trained", "growth", "far", "motion", "beyond")
@@ -30,20 +29,13 @@ IN_TERMINAL = ("untrained", "trained", "growth", "far", "motion", "beyond")
 
 @dataclass(frozen=True, kw_only=True)
 class Atlas(
-    Verb, command="atlas", example=("atlas", "every published design, audited: who hides what"), out_is_folder=True
+    AtlasOptions,
+    Verb,
+    command="atlas",
+    example=("atlas", "every published design, audited: who hides what"),
+    out_is_folder=True,
 ):
     """Flags of `loopscope atlas`."""
-
-    designs: str = "all"
-    """Designs with commas between; see docs/designs.md for their names."""
-    steps: int = STEPS
-    """Training steps of a row of text."""
-    hops_steps: int = HOPS_STEPS
-    """Training steps of a row of pointer chasing (task:hops), which at most six designs get; 0 leaves it out."""
-    data: tuple[str, ...] | None = None
-    """Training text, as in `loopscope train`; by default the built-in one."""
-    seed: int = SEED
-    """Seed of weights, batches and dropout."""
 
     out: Path = Path("runs/atlas")
     """Output folder: atlas.json, tables/, figures/, atlas.html, and a folder for every row."""
@@ -51,8 +43,6 @@ class Atlas(
     """Where rows run: here, ray (a cluster of this machine) or ray:ADDRESS."""
     rows_at_once: int | None = None
     """Rows that run side by side; by default as many as there are cores for, and on Ray as it has room."""
-    threads: int = 1
-    """CPU threads of a row."""
     retries: int = 1
     """Further attempts at a row whose process crashed."""
     rebuild: bool = False
@@ -76,19 +66,17 @@ examples:
   loopscope atlas --rebuild --out runs/atlas"""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "steps", "rows_at_once", "threads")
-        check_not_negative(self, "hops_steps", "retries")
-        if not 0 <= self.seed < 2**31:
-            raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
+        super().__post_init__()
+        check_at_least(self, 1, "rows_at_once")
+        check_not_negative(self, "retries")
 
     def run(self) -> int:
         """Run what is not finished, then write what was found, and print it."""
         check_sources(self.data or ())
         from loopscope.show.atlas import publish
 
-        request = self._request()
         if not self.rebuild:
-            run_rows(lambda: self._laid_out(request), self._backend, self.retries)
+            run_rows(self._laid_out, self._backend, self.retries)
         record = publish(self.out)
         failed = any(entry.state == "failed" for entry in record.entries)
         if not record.entries:
@@ -100,26 +88,14 @@ examples:
         print_words("\n".join(_in_words(self.out, record)))
         return EXIT_FINDINGS if failed else EXIT_OK
 
-    def _request(self) -> Request:
-        from loopscope.studies.atlas import Request, parse_designs
-
-        return Request(
-            designs=parse_designs(self.designs),
-            steps=self.steps,
-            hops_steps=self.hops_steps,
-            data=self.data,
-            seed=self.seed,
-            threads=self.threads,
-        )
-
-    def _laid_out(self, request: Request) -> Layout:
+    def _laid_out(self) -> Layout:
         """The rows, with a word on how long those that are left will take."""
         from loopscope.rows.backends import usable_cores
         from loopscope.rows.estimate import total_seconds
         from loopscope.rows.ledger import Ledger
         from loopscope.studies.atlas import laid_out
 
-        layout = laid_out(request, self.out, ["loopscope", *sys.argv[1:]], say)
+        layout = laid_out(self, self.out, ["loopscope", *sys.argv[1:]], say)
         ledger = Ledger(layout.out)
         left = [spec for spec in layout.rows if ledger.status(spec).state != "finished"]
         if left and self.on == "here":

@@ -142,6 +142,9 @@ def _flags(owner: type[Any], defaults: object) -> Iterator[Flag]:
             values = field.name.upper() + (" …" if typing.get_origin(hint) is tuple else "")
         else:
             told = [extra for extra in extras if not isinstance(extra, PrimitiveConstructorSpec)]
+            for written in extras:
+                if isinstance(written, PrimitiveConstructorSpec):
+                    (default,) = written.str_from_instance(default)
             flag = next((extra.name for extra in told if extra.name is not None), field.name).replace("_", "-")
             aliases = [alias for extra in told for alias in extra.aliases or ()]
             names = (*aliases, f"--{flag}", *((f"--no-{flag}",) if hint is bool else ()))
@@ -210,8 +213,6 @@ def _shown(value: object) -> str:
     """A default as it would be typed."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, range):
-        return f"{value.start}..{value.stop - 1}"
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
     return str(value)

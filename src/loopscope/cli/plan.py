@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -13,7 +12,8 @@ from loopscope.cli.terminal import duration, print_json, print_tables, print_tex
 from loopscope.cli.verb import Configured
 from loopscope.config import Config, ModelConfig, config_to_dict, config_to_yaml
 from loopscope.designs import DESIGNS
-from loopscope.errors import EXIT_OK, ConfigError
+from loopscope.errors import EXIT_OK
+from loopscope.options import PlanOptions
 from loopscope.presets import PRESETS
 from loopscope.show.table import Column, Table
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(
+    PlanOptions,
     Configured,
     command="plan",
     example=("plan --preset paper-44m", "parameters, FLOPs, memory and time, before paying for them"),
@@ -30,16 +31,6 @@ class Plan(
 ):
     """Flags of `loopscope plan`."""
 
-    devices: int = 1
-    """Devices the run is spread over."""
-    device_type: Literal["cpu", "cuda"] = "cpu"
-    """What the devices are."""
-    flops_per_second: float | None = None
-    """FLOP/s of one device; measured here when not given."""
-    tokens: int | None = None
-    """Token budget, instead of steps × batch × sequence length."""
-    within_hours: float | None = None
-    """Also say how many devices finish the run in so many hours."""
     json: bool = False
     """Print the result as JSON."""
     yaml: bool = False
@@ -60,10 +51,6 @@ examples:
   loopscope plan --preset nano --readout final-only --yaml > my.yaml
   loopscope plan --config my.yaml --json"""
 
-    def __post_init__(self) -> None:
-        if self.within_hours is not None and not 0 < self.within_hours < math.inf:
-            raise ConfigError.of("within_hours", self.within_hours, "must be a finite number above 0")
-
     def run(self) -> int:
         """Print the cost, and per loop whether it is supervised and what its readout hides."""
         config = self.resolved()
@@ -72,13 +59,7 @@ examples:
             return EXIT_OK
         from loopscope.training.plan import plan_training
 
-        plan = plan_training(
-            config,
-            devices=self.devices,
-            flops_per_second=self.flops_per_second,
-            tokens=self.tokens,
-            device_type=self.device_type,
-        )
+        plan = plan_training(config, self)
         devices_needed = None if self.within_hours is None else plan.devices_for(3600 * self.within_hours)
         loops = _loops(config)
         if self.json:

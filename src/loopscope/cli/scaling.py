@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 import tyro
 from tyro.conf import Positional
 
-from loopscope.checks import check_not_negative
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
+from loopscope.options import ScalingOptions
 from loopscope.show.table import Column, Table, columns
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(
+    ScalingOptions,
     Verb,
     command="scaling",
     example=("scaling runs/", "what a further loop is worth, in parameters"),
@@ -31,14 +32,6 @@ class Scaling(
 
     runs: Positional[tuple[Path, ...]]
     """Run folders, or folders of them: several sizes, numbers of loops and token budgets."""
-    law: Literal["iso-depth", "parcae"] = "iso-depth"
-    """iso-depth fits what a loop is worth; parcae counts parameters unrolled and fits depth at test time."""
-    starts: int = 500
-    """Starting points of each fit."""
-    bootstraps: int = 200
-    """Draws of (budget, loops) cells behind the interval."""
-    seed: int = 0
-    """Of starting points and draws."""
     out: Annotated[Path, tyro.conf.arg(aliases=("-o",))] = Path("scaling")
     """Folder for scaling.json and the figure."""
     json: bool = False
@@ -59,10 +52,7 @@ examples:
     def __post_init__(self) -> None:
         if not self.runs:
             raise ConfigError("name the folders of runs, or a folder that holds them: loopscope scaling runs/")
-        for name in ("starts", "bootstraps"):
-            if not 1 <= getattr(self, name) <= 100_000:
-                raise ConfigError.of(name, getattr(self, name), "must be between 1 and 100,000")
-        check_not_negative(self, "seed")
+        super().__post_init__()
 
     def run(self) -> int:
         """Read the runs, fit, write and print."""
@@ -77,7 +67,7 @@ examples:
             say(line)
         check_identifiable(points, self.law)
         say(f"fitting {len(points)} runs from {self.starts} starts, {self.bootstraps} bootstraps")
-        found = scaling(points, law=self.law, starts=self.starts, bootstraps=self.bootstraps, seed=self.seed)
+        found = scaling(points, self)
         self.out.mkdir(parents=True, exist_ok=True)
         write_record(self.out / "scaling.json", found)
         self._draw(found)

@@ -12,23 +12,21 @@ are those of a grid to ledger, schedule and backends. No torch here: rows are pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from loopscope.config import Config
 from loopscope.data.preparation import prepare
 from loopscope.designs import DESIGN_SIZE, DESIGNS, Design
-from loopscope.errors import ConfigError, LoopscopeError, suggest
+from loopscope.errors import ConfigError, LoopscopeError
 from loopscope.presets import preset
 from loopscope.rows.conditions import Recipe, apply_recipe
 from loopscope.rows.spec import Layout, RowSpec, Say, in_steps, locked
 from loopscope.studies.atlas_record import (
     HOPS,
-    HOPS_STEPS,
     NOT_BUILT,
-    SEED,
-    STEPS,
     Asked,
+    AtlasOptions,
     AtlasRecord,
     Entry,
     Setting,
@@ -51,33 +49,7 @@ ON_HOPS = {
 because each costs as much as several rows of text."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a user asks for."""
-
-    designs: tuple[str, ...] = tuple(DESIGNS)
-    steps: int = STEPS
-    hops_steps: int = HOPS_STEPS
-    """0 leaves pointer chasing out."""
-    data: tuple[str, ...] | None = None
-    seed: int = SEED
-    threads: int | None = 1
-
-
-def parse_designs(text: str) -> tuple[str, ...]:
-    """`huginn,ouro` or `all`, in the order of the registry; a wrong name gets a suggestion."""
-    if text == "all":
-        return tuple(DESIGNS)
-    asked = [name.strip() for name in text.split(",") if name.strip()]
-    if not asked:
-        raise ConfigError.of("designs", text, "names of designs with commas between, or all; see docs/designs.md")
-    for name in asked:
-        if name not in DESIGNS:
-            raise ConfigError.of("designs", name, suggest(name, DESIGNS))
-    return tuple(name for name in DESIGNS if name in asked)
-
-
-def bases(request: Request) -> dict[Setting, Config]:
+def bases(request: AtlasOptions) -> dict[Setting, Config]:
     """The configuration of every setting that a design is applied to."""
     text = preset(DESIGN_SIZE)
     text = replace(
@@ -94,7 +66,7 @@ def bases(request: Request) -> dict[Setting, Config]:
 _RECIPES: tuple[Recipe, ...] = ("paper", "modern")
 
 
-def _hops_base(request: Request) -> Config:
+def _hops_base(request: AtlasOptions) -> Config:
     """The preset hops: the warm-up of the modern recipe with a cosine, under its own initialisation and positions.
 
     Tried before the atlas was run, on paper-raw for 600 steps: with the small embeddings of the modern recipe its
@@ -106,7 +78,7 @@ def _hops_base(request: Request) -> Config:
     return replace(base, training=training)
 
 
-def lay_out(request: Request) -> tuple[list[RowSpec], list[Entry]]:
+def lay_out(request: AtlasOptions) -> tuple[list[RowSpec], list[Entry]]:
     """All rows, settings of one design one after another, and what a design refuses to be built as."""
     specs, refused = [], []
     for name in request.designs:
@@ -132,7 +104,7 @@ def _row(of: Design, setting: Setting, base: Config, seed: int) -> RowSpec:
     )
 
 
-def laid_out(request: Request, out: Path, command: Sequence[str], say: Say) -> Layout:
+def laid_out(request: AtlasOptions, out: Path, command: Sequence[str], say: Say) -> Layout:
     """The rows of a request: text opened, tokenizer fitted once, the request noted in atlas.json."""
     rows, refused = lay_out(request)
     if not rows:

@@ -10,12 +10,14 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
-from loopscope.designs import Design
-from loopscope.errors import RunError
+from loopscope.checks import check_at_least, check_not_negative
+from loopscope.designs import DESIGNS, Design
+from loopscope.errors import ConfigError, RunError, suggest
 from loopscope.files import Part, Problems, read_as, without_nan, write_json
 from loopscope.machine import provenance
+from loopscope.options import written
 from loopscope.readings import Audit, Run, Variable, read_run
 from loopscope.results.evaluation import Beyond, Split, beyond
 from loopscope.results.record import as_json, of_part
@@ -38,6 +40,43 @@ LEARNT = 0.5
 among the ends of an array's paths is right for one in twelve or fewer, and answers of one step are not enough."""
 NOT_BUILT = "not built"
 """State of a design that refuses a setting: there is no row."""
+
+
+def parse_designs(text: str) -> tuple[str, ...]:
+    """`huginn,ouro` or `all`, in the order of the registry; a wrong name gets a suggestion."""
+    if text == "all":
+        return tuple(DESIGNS)
+    asked = [name.strip() for name in text.split(",") if name.strip()]
+    if not asked:
+        raise ConfigError.of("designs", text, "names of designs with commas between, or all; see docs/designs.md")
+    for name in asked:
+        if name not in DESIGNS:
+            raise ConfigError.of("designs", name, suggest(name, DESIGNS))
+    return tuple(name for name in DESIGNS if name in asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtlasOptions:
+    """What a user asks for."""
+
+    designs: Annotated[Sequence[str], written(parse_designs, lambda names: "all")] = tuple(DESIGNS)
+    """Designs with commas between; see docs/designs.md for their names."""
+    steps: int = STEPS
+    """Training steps of a row of text."""
+    hops_steps: int = HOPS_STEPS
+    """Training steps of a row of pointer chasing (task:hops), which at most six designs get; 0 leaves it out."""
+    data: tuple[str, ...] | None = None
+    """Training text, as in `loopscope train`; by default the built-in one."""
+    seed: int = SEED
+    """Seed of weights, batches and dropout."""
+    threads: int = 1
+    """CPU threads of a row."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "steps", "threads")
+        check_not_negative(self, "hops_steps")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
 
 
 class Setting(NamedTuple):

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from loopscope.errors import ConfigError, DataError
 from loopscope.model.attention import ValueEmbedding
 from loopscope.model.looped_lm import LoopedLM, build
+from loopscope.options import ScalingOptions, chosen
 from loopscope.readings import Run
 from loopscope.results.scaling import MOST_AT_BOUND, WIDE, Fit, Law, Point, ScalingRecord, TestTime, Worth
 from loopscope.training.counting import PARTS, parameters_by_part
@@ -43,7 +45,7 @@ HIGH_P = np.array([35.0, 35.0, 2.0, 2.5, 2.5, 3.0])
 PHI = 5
 DELTA = 1e-3
 """Of the Huber loss, in nats of log loss: beyond, a point counts by its distance and no longer by its square."""
-STARTS, BOOTSTRAPS = 500, 200
+STARTS, BOOTSTRAPS = ScalingOptions.starts, ScalingOptions.bootstraps
 KEPT = 12
 """Best different minima from which bootstraps and left-out cells start again: the law hardly moves between them."""
 ITERATIONS = 400
@@ -361,15 +363,10 @@ def fit_test_time(points: Sequence[Point], *, draws: int = BOOTSTRAPS, seed: int
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-def scaling(
-    points: Sequence[Point],
-    *,
-    law: Law = "iso-depth",
-    starts: int = STARTS,
-    bootstraps: int = BOOTSTRAPS,
-    seed: int = 0,
-) -> ScalingRecord:
-    """Fit a law to runs; what they cannot identify is refused with what is missing."""
+def scaling(points: Sequence[Point], options: ScalingOptions | None = None, **fields: Any) -> ScalingRecord:
+    """Fit a law to runs; what they cannot identify is refused with what is missing. `fields`: of ScalingOptions."""
+    options = chosen(ScalingOptions(), options, fields)
+    law, starts, bootstraps, seed = options.law, options.starts, options.bootstraps, options.seed
     check_identifiable(points, law)
     fits = []
     for phi in (None, 0.0, 1.0) if law == "iso-depth" else (1.0, 0.0):

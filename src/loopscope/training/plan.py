@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import math
 import time
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from loopscope.machine import memory_bytes
 from loopscope.model.looped_lm import build
 from loopscope.objectives.cross_entropy import choose_chunk_rows
 from loopscope.objectives.placement import num_readouts
+from loopscope.options import PlanOptions, chosen
 from loopscope.results.plan import Memory, MicroBatch, TrainingPlan
 from loopscope.results.record import Choice
 from loopscope.training.counting import (
@@ -48,8 +50,6 @@ MOST_OF_MEMORY = 1.5
 
 def largest_micro_batch(config: Config, devices: int) -> MicroBatch:
     """A device's share of the batch; one that cannot be split evenly is a mistake."""
-    if devices < 1:
-        raise ConfigError.of("devices", devices, "must be at least 1")
     sequences, left_over = divmod(config.training.batch, config.training.accumulate * devices)
     if left_over:
         why = f"cannot be split over {devices} devices × {config.training.accumulate} micro-batches"
@@ -159,8 +159,6 @@ def choose_speed(device_type: str, flops_per_second: float | None) -> Choice:
     if flops_per_second is None:
         measured = measure_flops(device_type)
         return Choice("flops_per_second", measured, f"measured: best of several square products on this {device_type}")
-    if not (flops_per_second > 0 and math.isfinite(flops_per_second)):
-        raise ConfigError.of("flops_per_second", flops_per_second, "must be a finite number above 0")
     return Choice("flops_per_second", flops_per_second, "given")
 
 
@@ -174,25 +172,15 @@ def choose_precision(device_type: str) -> Choice:
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 
-def plan_training(
-    config: Config,
-    *,
-    devices: int = 1,
-    flops_per_second: float | None = None,
-    tokens: int | None = None,
-    device_type: str = "cpu",
-) -> TrainingPlan:
-    """The cost of training `config` on some devices; FLOP/s are measured here unless given.
-
-    `tokens` replaces the configuration's own budget of steps × batch × sequence_length.
-    """
-    if tokens is not None and tokens < 1:
-        raise ConfigError.of("tokens", tokens, "must be at least 1")
+def plan_training(config: Config, options: PlanOptions | None = None, **fields: Any) -> TrainingPlan:
+    """The cost of training `config` on some devices; `fields` are those of PlanOptions."""
+    options = chosen(PlanOptions(), options, fields)
+    devices, device_type = options.devices, options.device_type
     model, batch = build(config.design("a plan"), device="meta"), largest_micro_batch(config, devices)
-    speed, utilisation = choose_speed(device_type, flops_per_second), choose_utilisation(device_type)
+    speed, utilisation = choose_speed(device_type, options.flops_per_second), choose_utilisation(device_type)
     steps = CountedSteps(config, sequences=batch.sequences, kernels=kernels_of(device_type))
     parameters, per_token = parameters_by_part(model), steps.flops_per_token()
-    tokens = tokens or config.training.steps * config.training.batch * config.sequence_length
+    tokens = options.tokens or config.training.steps * config.training.batch * config.sequence_length
     tokens_per_second = devices * float(speed.value) * float(utilisation.value) / per_token.total
     return TrainingPlan(
         parameters=parameters,
