@@ -132,28 +132,28 @@ def _is_part(hint: object) -> bool:
 def _flags(owner: type[Any], defaults: object) -> Iterator[Flag]:
     hints, docs = typing.get_type_hints(owner, include_extras=True), _docs(owner)  # type: ignore[arg-type]
     for field in dataclasses.fields(owner):
-        hint, *extras = _taken_apart(hints[field.name])
+        hint, written, told = _taken_apart(hints[field.name])
         if _is_part(hint):
             continue
         default = _default(field) if defaults is None else getattr(defaults, field.name)
         values = _values(hints[field.name])
-        if POSITIONAL in extras:
+        if POSITIONAL in told:
             names: tuple[str, ...] = ()
             values = field.name.upper() + (" …" if typing.get_origin(hint) is tuple else "")
         else:
-            told = [extra for extra in extras if not isinstance(extra, PrimitiveConstructorSpec)]
-            for written in extras:
-                if isinstance(written, PrimitiveConstructorSpec):
-                    (default,) = written.str_from_instance(default)
+            if written is not None:
+                (default,) = written.str_from_instance(default)
             flag = next((extra.name for extra in told if extra.name is not None), field.name).replace("_", "-")
             aliases = [alias for extra in told for alias in extra.aliases or ()]
             names = (*aliases, f"--{flag}", *((f"--no-{flag}",) if hint is bool else ()))
         yield Flag(field.name, names, values, docs.get(field.name, ""), default)
 
 
-def _taken_apart(hint: Any) -> tuple[Any, ...]:
-    """The type, and what Annotated says besides."""
-    return typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+def _taken_apart(hint: Any) -> tuple[Any, PrimitiveConstructorSpec[Any] | None, list[Any]]:
+    """The type, how one word stands for several values of it (`options.written`), and what else Annotated says."""
+    plain, *extras = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+    written = next((extra for extra in extras if isinstance(extra, PrimitiveConstructorSpec)), None)
+    return plain, written, [extra for extra in extras if extra is not written]
 
 
 def _default(field: dataclasses.Field[Any]) -> object:
@@ -163,9 +163,9 @@ def _default(field: dataclasses.Field[Any]) -> object:
 
 def _values(hint: Any) -> str:
     """How a value of the type is written."""
-    hint, *extras = _taken_apart(hint)
-    if metavars := [extra.metavar for extra in extras if isinstance(extra, PrimitiveConstructorSpec)]:
-        return metavars[0]
+    hint, written, _ = _taken_apart(hint)
+    if written is not None:
+        return written.metavar
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is bool:
         return ""
