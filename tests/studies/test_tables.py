@@ -264,12 +264,9 @@ def test_a_value_of_the_wrong_kind_is_one_sentence_that_names_file_and_place_and
     assert list(run.problems) == [name] and verdict_on([run]).headline
 
 
-GRID_WRONG = [("size", 7), ("recipes", []), ("recipes.paper", 1), ("recipes.paper.config", "x")]
-GRID_WRONG += [("recipes.paper.epochs", "x"), ("recipes.paper.seeds", [1]), ("recipes.paper.differences", 3)]
-GRID_WRONG += [("recipes.paper.config.model", 3), ("recipes.paper.config.model.width", "x"), ("data", 1)]
-
-
-@pytest.mark.parametrize(("path", "wrong"), GRID_WRONG)
+@pytest.mark.parametrize(
+    ("path", "wrong"), [("recipes", {}), ("recipes.paper.epochs", "x"), ("recipes.paper.config.model.width", "x")]
+)
 def test_a_value_of_the_wrong_kind_in_grid_json_is_one_sentence_that_names_it(grid, path, wrong):
     content = json.loads((grid / "grid.json").read_text())
     put(content, path, wrong)

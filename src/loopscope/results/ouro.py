@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from loopscope.results.evaluation import Split, Throughput
 from loopscope.results.record import Count, Record, Text
+from loopscope.results.thresholds import FLAT, SHARP
 
 OURO, OURO_TRAINING = "ouro.json", "ouro-train.json"
 
@@ -34,8 +35,6 @@ NORM_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 EXIT_THRESHOLDS = (0.3, 0.5, 0.7, 0.9)
 """Of the cumulative exit probability at which a token would leave."""
 Quantiles = Annotated[list[float | None], Meta(min_length=len(NORM_QUANTILES), max_length=len(NORM_QUANTILES))]
-FLAT, SHARP = 0.01, 0.1
-"""Nats by which CE over α from 0.1 to 10 varies at most where scale is hidden, and at least where it is seen; as C7."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,8 @@ CLEAR = 10.0
 HALVED = 0.5
 """A ratio of last to first up to which a loop's motion dies down; its inverse is where a scale drifts. Of four loops, a
 fixed point that is approached at a rate of 0.7 a loop halves its steps; one that stands at 0.9 does not settle."""
+FLAT, SHARP = 0.01, 0.1
+"""Nats by which CE over α from 0.1 to 10 varies at most where scale is hidden, and at least where it is seen."""
 LINEAR_BELOW = 0.1
 """Nats: exit failures are drawn and compared on an axis that is about linear below this (Figure 1 of the paper)."""
 SATURATED_LOGIT = math.log(999)

@@ -8,13 +8,12 @@ from pathlib import Path
 from loopscope.results.ouro import (
     AS_IT_IS,
     EXIT_THRESHOLDS,
-    FLAT,
     NORM_QUANTILES,
     READOUTS,
     REMOVED,
-    SHARP,
     OuroRecord,
 )
+from loopscope.results.thresholds import FLAT, SHARP
 from loopscope.show.numbers import brief, plain
 from loopscope.show.table import Column, Table, columns
 

@@ -27,7 +27,7 @@ from loopscope.readings import (
 )
 from loopscope.results.evaluation import SPLITS
 from loopscope.results.reproduction import ClaimsRecord, PaperValue
-from loopscope.results.thresholds import CLEAR, LINEAR_BELOW
+from loopscope.results.thresholds import CLEAR, FLAT, LINEAR_BELOW, SHARP
 from loopscope.studies.claims import RESAMPLES, Bound, Claim, Evidence, Quantity, bootstrap
 from loopscope.studies.results import Results, View
 
@@ -291,8 +291,8 @@ def c6(view: View) -> list[Quantity]:
 def c7(view: View) -> list[Quantity]:
     """How much the loss changes when the final state is scaled."""
     return [
-        Quantity("range of CE, RMSNorm", "nats", view.each(RMSNORM, alpha_range), Bound("at most", 0.01)),
-        Quantity("range of CE, raw", "nats", view.each(RAW, alpha_range), Bound("at least", 0.1)),
+        Quantity("range of CE, RMSNorm", "nats", view.each(RMSNORM, alpha_range), Bound("at most", FLAT)),
+        Quantity("range of CE, raw", "nats", view.each(RAW, alpha_range), Bound("at least", SHARP)),
     ]
 
 
