@@ -87,11 +87,11 @@ examples:
 
     def _draw(self, found: ScalingRecord) -> None:
         try:
-            from loopscope.studies.scaling_figure import draw
+            from loopscope.studies.figures import draw_scaling
         except ImportError as error:
             say(f"no figure: it needs {error.name}; run: pip install 'loopscope[report]'")
             return
-        draw(found, self.out)
+        draw_scaling(found, self.out)
 
 
 def _fits_table(found: ScalingRecord) -> Table:
