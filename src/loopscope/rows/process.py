@@ -71,7 +71,7 @@ def main(folder: str, spec_json: str, wait: str) -> int:
     """Run the row and note in row.json what becomes of it."""
     die_with_parent()
     limit_cpu_isa()
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     spec, run = RowSpec.from_json(spec_json), RunFolder(Path(folder))
     if os.environ.get("RANK", "0") != "0":
         return _train_along(spec, run)
@@ -323,10 +323,6 @@ def die_with_parent() -> None:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _copy_tokenizer(run: RunFolder) -> None:

@@ -150,12 +150,10 @@ class Schedule:
             ended = "was interrupted" if code == EXIT_INTERRUPTED else f"ended with exit code {code}"
             self._tell("retried", spec, f"its process {ended}; attempt {self._failures[spec.name] + 1}")
         else:
-            error = status.error if code == EXIT_GIVEN_UP and status.error else self._last_word(spec, code)
+            last_word = ": ".join([f"exit code {code}", *self.ledger.last_words(spec, lines=1)])
+            error = status.error if code == EXIT_GIVEN_UP and status.error else last_word
             self.ledger.fail(spec, error)
             self._tell("failed", spec, error)
-
-    def _last_word(self, spec: RowSpec, code: int) -> str:
-        return ": ".join([f"exit code {code}", *self.ledger.last_words(spec, lines=1)])
 
     def _stop(self) -> None:
         """Let running rows save and leave; a second Ctrl-C ends them at once."""
