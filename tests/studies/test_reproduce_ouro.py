@@ -18,10 +18,10 @@ from loopscope.config import config_to_dict
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.results.ouro import AS_IT_IS, FROZEN, REMOVED, OuroRecord, OuroRequest
 from loopscope.results.record import load_record
-from loopscope.rows.conditions import CONDITIONS
+from loopscope.rows.conditions import CONDITIONS, OuroTrainingOptions
 from loopscope.studies import ouro
 from loopscope.studies.ouro import check_ouro, measure_gate, measure_states, readouts_of, without_readout_norm
-from loopscope.studies.ouro_training import TrainingRequest, fineweb, under
+from loopscope.studies.ouro_training import fineweb, shared, under
 
 DOCS = Path(__file__).parents[2] / "docs" / "ouro.md"
 FIGURE_5, FIGURE_7 = "figures/figure5_alpha_sweep.svg", "figures/figure7_variable_depth.svg"
@@ -274,7 +274,7 @@ def test_a_mistake_is_one_sentence(arguments, sentence, tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("size", ["demo", "nano", "micro", "ouro-1.4b"])
 def test_the_rows_differ_in_loss_and_readout_alone_and_keep_the_norm_inside_the_loop(size):
-    common = TrainingRequest(size=size, conditions=(), seeds=(42,)).base()
+    common = shared(OuroTrainingOptions(size=size))
     assert common.model.norm_placement == "sandwich" and common.model.positions == "rope"
     with_norm, without = (under(CONDITIONS[name], common) for name in ("per-loop+rmsnorm", "per-loop+raw"))
     assert with_norm.model.inter_loop_norm == without.model.inter_loop_norm == "rmsnorm"
@@ -287,7 +287,7 @@ def test_the_rows_differ_in_loss_and_readout_alone_and_keep_the_norm_inside_the_
 
 
 def test_both_have_as_many_parameters():
-    common = TrainingRequest(size="demo", conditions=(), seeds=(42,)).base()
+    common = shared(OuroTrainingOptions(size="demo"))
     sizes = {
         sum(parameter.numel() for parameter in ls.build(under(CONDITIONS[name], common).model).parameters())
         for name in ("per-loop+rmsnorm", "per-loop+raw", "terminal+rmsnorm", "terminal+raw")
@@ -297,7 +297,7 @@ def test_both_have_as_many_parameters():
 
 def test_fineweb_is_streamed_as_far_as_the_steps_take():
     assert fineweb(230 * 400) == ("hf:HuggingFaceFW/fineweb:sample-10BT:256",)
-    assert TrainingRequest(size="demo", conditions=(), seeds=(1,)).base().data.data[0].startswith("hf:HuggingFaceFW")
+    assert shared(OuroTrainingOptions(size="demo")).data.data[0].startswith("hf:HuggingFaceFW")
 
 
 def test_a_small_design_is_trained_with_and_without_and_shows_figure_6(text, tmp_path, capsys):

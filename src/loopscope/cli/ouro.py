@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from tyro.conf import Positional
 
@@ -14,17 +14,16 @@ from loopscope.cli.live import rows_saved, run_rows
 from loopscope.cli.terminal import interruptible, print_json, print_tables, print_words, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
-from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, suggest
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
 from loopscope.options import Depths
 from loopscope.results.record import as_json
-from loopscope.rows.conditions import MOST_SEEDS, OURO_CONDITIONS, OuroSize, choose_seeds
+from loopscope.rows.conditions import OuroTrainingOptions
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
     from loopscope.rows.backends import Backend
     from loopscope.rows.spec import Layout, RowSpec
     from loopscope.show.table import Table
-    from loopscope.studies.ouro_training import TrainingRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,49 +116,15 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReproduceOuroTrain(Verb, command="reproduce ouro-train", out_is_folder=True):
+class ReproduceOuroTrain(OuroTrainingOptions, Verb, command="reproduce ouro-train", out_is_folder=True):
     """Flags of `loopscope reproduce ouro-train`."""
-
-    size: OuroSize = "nano"
-    """Size of the models, all of Ouro's design; demo, nano and micro are for CPUs."""
-    conditions: str = "all"
-    """Of terminal+rmsnorm, terminal+raw, per-loop+rmsnorm and per-loop+raw, with commas between."""
-    seeds: int = 1
-    """Seeds per condition: 42, 101, 202, …"""
-    steps: int | None = None
-    """Optimiser steps of a row; by default the preset's, and 10,000 at 1.4B."""
-    batch: int | None = None
-    """Sequences per step, over all processes of a row."""
-    accumulate: int = 1
-    """Micro-batches a step is split into."""
-    length: int | None = None
-    """Tokens of a sequence; by default the preset's, and 2,048 at 1.4B."""
-    lr: float | None = None
-    """Peak learning rate; by default the preset's, and 3e-4 at 1.4B."""
-
-    data: tuple[str, ...] | None = None
-    """Training text, as in `loopscope train`; by default FineWeb, streamed, as much as the steps take."""
-    valid: tuple[str, ...] | None = None
-    """Validation text; by default documents held out of the training text."""
-    tokenizer: str | None = None
-    """bytes, or a tokenizer.json (Ouro's own, say); by default byte pairs, trained on the training text."""
-    eval_tokens: int | None = 65_536
-    """Most tokens a row is evaluated on."""
-    sweep_tokens: int = 2048
-    """Tokens of the α-sweep."""
 
     out: Path | None = None
     """Output folder; by default runs/ouro-train-SIZE."""
     processes_per_row: int = 1
     """Processes of a row, under torchrun: one for each GPU."""
-    shard: Literal["none", "full"] = "none"
-    """Processes of a row replicate the model (DDP) or shard it (FSDP2)."""
-    checkpoint_loops: bool = False
-    """Recompute each loop in the backward pass; see loopscope plan."""
     rows_at_once: int | None = None
     """Rows that run side by side; by default as many as there are cores for."""
-    threads: int = 1
-    """CPU threads of a process."""
     gpus_per_row: int = 0
     """GPUs of a row of one process: 0 or 1."""
     retries: int = 2
@@ -183,14 +148,9 @@ examples:
       --checkpoint-loops --accumulate 8"""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "steps", "batch", "accumulate", "length", "eval_tokens", "sweep_tokens")
-        check_at_least(self, 1, "rows_at_once", "threads", "seeds", "processes_per_row")
+        super().__post_init__()
+        check_at_least(self, 1, "rows_at_once", "processes_per_row")
         check_not_negative(self, "gpus_per_row", "retries")
-        if self.lr is not None and not 0 < self.lr < float("inf"):
-            raise ConfigError.of("lr", self.lr, "must be above 0")
-        if self.seeds > MOST_SEEDS:
-            raise ConfigError.of("seeds", self.seeds, f"must be at most {MOST_SEEDS}")
-        self._conditions()
 
     def run(self) -> int:
         """Train what is not trained, check what is not checked, and print."""
@@ -201,7 +161,7 @@ examples:
         specs: dict[str, RowSpec] = {}
 
         def lay_out() -> Layout:
-            layout = laid_out(self._request(), out, ["loopscope", *sys.argv[1:]], say)
+            layout = laid_out(self, out, ["loopscope", *sys.argv[1:]], say)
             specs.update({row.name: row for row in layout.rows})
             return layout
 
@@ -225,36 +185,6 @@ examples:
             print_tables(table)
             print_words(f"ouro-train.json, tables and Figure 6 in {out}; every row has an ouro.json")
         return EXIT_OK if not failed and all(each.verdict == "holds" for each in trained) else EXIT_FINDINGS
-
-    def _conditions(self) -> list[str]:
-        names = (
-            list(OURO_CONDITIONS) if self.conditions == "all" else [each.strip() for each in self.conditions.split(",")]
-        )
-        for name in names:
-            if name not in OURO_CONDITIONS:
-                raise ConfigError.of("conditions", name, suggest(name, ["all", *OURO_CONDITIONS]))
-        return list(dict.fromkeys(names))
-
-    def _request(self) -> TrainingRequest:
-        from loopscope.studies.ouro_training import TrainingRequest
-
-        return TrainingRequest(
-            size=self.size,
-            conditions=self._conditions(),
-            seeds=choose_seeds(self.seeds),
-            steps=self.steps,
-            batch=self.batch,
-            accumulate=self.accumulate,
-            length=self.length,
-            lr=self.lr,
-            data=self.data,
-            valid=self.valid,
-            tokenizer=self.tokenizer,
-            eval_tokens=self.eval_tokens,
-            shard=self.shard,
-            checkpoint_loops=self.checkpoint_loops,
-            threads=self.threads,
-        )
 
     def _backend(self) -> Backend:
         from loopscope.rows.backends import make_backend

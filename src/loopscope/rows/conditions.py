@@ -5,12 +5,15 @@ A condition names the factors it sets; everything else is the common configurati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from loopscope.checks import check_at_least
 from loopscope.config import PAPER_PENALTY, Config, changes_learning, config_to_dict
 from loopscope.errors import ConfigError, suggest
+from loopscope.options import written
 from loopscope.presets import preset
 from loopscope.results.reproduction import Difference
 
@@ -143,3 +146,60 @@ def _shown(config: dict[str, dict[str, Any]], path: str) -> str:
 def file_name(source: str) -> str:
     """A file without its folders: where a text lies on somebody's disk is no part of a result."""
     return source if ":" in source else source.rsplit("/", 1)[-1]
+
+
+def parse_ouro_conditions(text: str) -> tuple[str, ...]:
+    """Names with commas between, or all; a wrong one gets a suggestion."""
+    names = OURO_CONDITIONS if text == "all" else tuple(each.strip() for each in text.split(","))
+    for name in names:
+        if name not in OURO_CONDITIONS:
+            raise ConfigError.of("conditions", name, suggest(name, ["all", *OURO_CONDITIONS]))
+    return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuroTrainingOptions:
+    """What rows of Ouro's design are asked for."""
+
+    size: OuroSize = "nano"
+    """Size of the models, all of Ouro's design; demo, nano and micro are for CPUs."""
+    conditions: Annotated[Sequence[str], written(parse_ouro_conditions, lambda names: "all")] = OURO_CONDITIONS
+    """Of terminal+rmsnorm, terminal+raw, per-loop+rmsnorm and per-loop+raw, with commas between."""
+    seeds: int = 1
+    """Seeds per condition: 42, 101, 202, …"""
+    steps: int | None = None
+    """Optimiser steps of a row; by default the preset's, and 10,000 at 1.4B."""
+    batch: int | None = None
+    """Sequences per step, over all processes of a row."""
+    accumulate: int = 1
+    """Micro-batches a step is split into."""
+    length: int | None = None
+    """Tokens of a sequence; by default the preset's, and 2,048 at 1.4B."""
+    lr: float | None = None
+    """Peak learning rate; by default the preset's, and 3e-4 at 1.4B."""
+
+    data: tuple[str, ...] | None = None
+    """Training text, as in `loopscope train`; by default FineWeb, streamed, as much as the steps take."""
+    valid: tuple[str, ...] | None = None
+    """Validation text; by default documents held out of the training text."""
+    tokenizer: str | None = None
+    """bytes, or a tokenizer.json (Ouro's own, say); by default byte pairs, trained on the training text."""
+    eval_tokens: int | None = 65_536
+    """Most tokens a row is evaluated on."""
+    sweep_tokens: int = 2048
+    """Tokens of the α-sweep."""
+
+    shard: Literal["none", "full"] = "none"
+    """Processes of a row replicate the model (DDP) or shard it (FSDP2)."""
+    checkpoint_loops: bool = False
+    """Recompute each loop in the backward pass; see loopscope plan."""
+    threads: int = 1
+    """CPU threads of a process."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "steps", "batch", "accumulate", "length", "eval_tokens", "sweep_tokens")
+        check_at_least(self, 1, "threads", "seeds")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ConfigError.of("lr", self.lr, "must be above 0")
+        if self.seeds > MOST_SEEDS:
+            raise ConfigError.of("seeds", self.seeds, f"must be at most {MOST_SEEDS}")

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from loopscope.config import Config, ObjectiveConfig
 from loopscope.designs import design
@@ -27,7 +26,7 @@ from loopscope.results.ouro import (
     TrainedOuro,
 )
 from loopscope.results.record import read_record, write_record
-from loopscope.rows.conditions import CONDITIONS, OURO_TRAIN, Condition, OuroSize
+from loopscope.rows.conditions import CONDITIONS, OURO_TRAIN, Condition, OuroTrainingOptions, choose_seeds
 from loopscope.rows.grid import Request, lay_out, record
 from loopscope.rows.spec import Layout, RowSpec, Say
 from loopscope.show.numbers import plain
@@ -41,49 +40,29 @@ SEQUENCE_1_4B = 2048
 """Tokens of a sequence at 1.4B: its 65,536 positions would not fit, and FineWeb's documents are shorter."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingRequest:
-    """What a user asks for."""
-
-    size: OuroSize
-    conditions: Sequence[str]
-    seeds: Sequence[int]
-    steps: int | None = None
-    batch: int | None = None
-    accumulate: int = 1
-    length: int | None = None
-    lr: float | None = None
-    data: tuple[str, ...] | None = None
-    valid: tuple[str, ...] | None = None
-    tokenizer: str | None = None
-    eval_tokens: int | None = None
-    shard: Literal["none", "full"] = "none"
-    checkpoint_loops: bool = False
-    threads: int | None = 1
-
-    def base(self) -> Config:
-        """What all rows share: the published design at this size, Ouro's positions, head and initialisation."""
-        base = preset(self.size) if self.size == "ouro-1.4b" else design("ouro").apply(preset(self.size))
-        model = replace(base.design("a size"), positions="rope", tie_head=False, dropout=0.0, init="scaled")
-        model = replace(model, exit_gate=False)
-        training = base.training
-        if self.size == "ouro-1.4b":
-            training = replace(training, lr=3e-4, batch=64, steps=10_000)
-        training = replace(
-            training,
-            steps=self.steps or training.steps,
-            batch=self.batch or training.batch,
-            accumulate=self.accumulate,
-            lr=self.lr or training.lr,
-            shard=self.shard,
-            checkpoint_loops=self.checkpoint_loops,
-            threads=self.threads,
-        )
-        training = replace(training, warmup=max(1, training.steps // 20))
-        length = self.length or (SEQUENCE_1_4B if self.size == "ouro-1.4b" else model.max_length)
-        data = replace(base.data, sequence_length=length, stride=length, tokenizer=self.tokenizer or "bpe")
-        data = replace(data, data=self.data or fineweb(training.steps * training.batch * length), valid=self.valid)
-        return Config(model=model, objective=ObjectiveConfig(), data=data, training=training)
+def shared(options: OuroTrainingOptions) -> Config:
+    """What all rows share: the published design at this size, Ouro's positions, head and initialisation."""
+    base = preset(options.size) if options.size == "ouro-1.4b" else design("ouro").apply(preset(options.size))
+    model = replace(base.design("a size"), positions="rope", tie_head=False, dropout=0.0, init="scaled")
+    model = replace(model, exit_gate=False)
+    training = base.training
+    if options.size == "ouro-1.4b":
+        training = replace(training, lr=3e-4, batch=64, steps=10_000)
+    training = replace(
+        training,
+        steps=options.steps or training.steps,
+        batch=options.batch or training.batch,
+        accumulate=options.accumulate,
+        lr=options.lr or training.lr,
+        shard=options.shard,
+        checkpoint_loops=options.checkpoint_loops,
+        threads=options.threads,
+    )
+    training = replace(training, warmup=max(1, training.steps // 20))
+    length = options.length or (SEQUENCE_1_4B if options.size == "ouro-1.4b" else model.max_length)
+    data = replace(base.data, sequence_length=length, stride=length, tokenizer=options.tokenizer or "bpe")
+    data = replace(data, data=options.data or fineweb(training.steps * training.batch * length), valid=options.valid)
+    return Config(model=model, objective=ObjectiveConfig(), data=data, training=training)
 
 
 def fineweb(tokens: int) -> tuple[str]:
@@ -99,14 +78,14 @@ def under(condition: Condition, common: Config) -> Config:
     return replace(common, model=model, objective=replace(common.objective, placement=condition.placement))
 
 
-def laid_out(request: TrainingRequest, out: Path, command: list[str], say: Say) -> Layout:
+def laid_out(options: OuroTrainingOptions, out: Path, command: list[str], say: Say) -> Layout:
     """The rows, their text opened and their tokenizer fitted, noted in grid.json."""
-    base = request.base()
+    base = shared(options)
     asked = Request(
-        size=f"{OURO_TRAIN} {request.size}",
-        seeds={name: tuple(request.seeds) for name in request.conditions},
+        size=f"{OURO_TRAIN} {options.size}",
+        seeds=dict.fromkeys(options.conditions, choose_seeds(options.seeds)),
         steps=base.training.steps,
-        eval_tokens=request.eval_tokens,
+        eval_tokens=options.eval_tokens,
         audit=False,
         halting=False,
     )
