@@ -31,11 +31,13 @@ import loopscope as ls
 from loopscope.data.stream import answer_batches, evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.inference.decoding import CachedRunner, Runner
-from loopscope.inference.halting import Fixed, Halting, HaltingRunner, Look, Probe, Rule, halt_on_text, rule_of
+from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text
+from loopscope.inference.rules import Fixed, Look, Probe
 from loopscope.machine import cache_folder
 from loopscope.protocol import Cached
+from loopscope.results.halting import Calibration, Certificate
 from loopscope.targets import Opened, open_target
-from loopscope.verbs.calibration import Calibration, Certificate
+from loopscope.verbs.calibration import policy_of
 from loopscope.verbs.text import tokens_for
 from side_by_side import machine, measure
 from trained import trained
@@ -82,7 +84,7 @@ def promises(name: str, opened: Opened, verify: int, max_units: int, targets: Ta
     units = ", ".join(f"{split} {count}" for split, count in found.units.items())
     print(f"\n{name}: K = {found.num_loops}, {units} units of {found.unit_tokens} tokens")
     for each in (found.fixed, *found.certificates):
-        if each.threshold is None or each.mean_loops is None or each.ppl_increase is None:
+        if each.mean_loops is None or each.ppl_increase is None:
             print(f"  {each.rule:17} nothing is promised: {found.units_needed} calibration units would do")
             continue
         saved = "" if each.rule == "fixed" else f"{found.saved_beyond_fixed(each):+.2f}"
@@ -106,10 +108,7 @@ def saves(found: Calibration, certificate: Certificate) -> float:
 
 def halting_of(found: Calibration, certificate: Certificate) -> Halting:
     """A certified rule with its threshold."""
-    assert certificate.threshold is not None
-    rule: Rule | None = found.probe if certificate.rule == Probe.name else rule_of(certificate.rule)
-    assert rule is not None
-    return Halting(rule, certificate.threshold)
+    return Halting.of_policy(policy_of(found, certificate), "halting")
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -186,11 +185,11 @@ def decode_known(make: Callable[[], Runner], ids: Sequence[int], into: Decoded) 
 
 def speed(name: str, opened: Opened, found: Calibration, tokens: int, targets: Targets) -> None:
     """Tokens per second under the cheapest adaptive rule against what its loops allow."""
-    adaptive = [each for each in found.certificates if each.threshold is not None and saves(found, each) > 0]
+    adaptive = [each for each in found.certificates if each.is_certified and saves(found, each) > 0]
     cheap = [each for each in adaptive if each.rule in WITHOUT_READOUT] or adaptive
     if not cheap:
         print(f"  {name}: no rule saves loops beyond the fixed depth: this text does not need depth, or not unequally")
-        cheap = [each for each in found.certificates if each.threshold is not None]
+        cheap = [each for each in found.certificates if each.is_certified]
     chosen = min(cheap, key=lambda each: each.mean_loops or 0.0, default=None)
     if chosen is None:
         print(f"  {name}: none is certified, and none can be timed")

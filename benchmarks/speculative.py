@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 import loopscope as ls
-from loopscope.inference.decoding import Continuation, Limits, Token, decode, runner_for
-from loopscope.inference.sampling import Sampling
+from loopscope.inference.decoding import Continuation, Limits, Sampling, Token, decode, runner_for
 from loopscope.inference.speculation import MOST_DRAFTED, PLAIN, Plan, Speculator, Times
 from loopscope.protocol import Cached
 from loopscope.targets import Opened

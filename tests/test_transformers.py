@@ -123,8 +123,8 @@ def test_every_loop_and_layer_has_a_slot_and_the_configuration_counts_them(model
 
 def test_conformance_finds_nothing_in_it():
     checked = ls.check(made("huginn"))
-    assert not checked.conformance.findings
-    passed = {each.name for each in checked.conformance.checks if each.status == "passed"}
+    assert not checked.findings
+    passed = {each.name for each in checked.checks if each.status == "passed"}
     assert passed >= {"cached", "split", "padded", "slots", "rollback", "generate"}
 
 

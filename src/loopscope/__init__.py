@@ -65,11 +65,11 @@ if TYPE_CHECKING:  # the one list of public names: type checkers and editors rea
     from loopscope.protocol import SharedCore as SharedCore
     from loopscope.protocol import adapt as adapt
     from loopscope.protocol import run_loops as run_loops
+    from loopscope.results.halting import Calibration as Calibration
     from loopscope.targets import Opened as Opened
     from loopscope.targets import load as load
     from loopscope.targets import open as open
     from loopscope.verbs.audits import audit as audit
-    from loopscope.verbs.calibration import Calibration as Calibration
     from loopscope.verbs.calibration import calibrate as calibrate
     from loopscope.verbs.checks import check as check
     from loopscope.verbs.conversion import Converted as Converted

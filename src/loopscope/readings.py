@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from loopscope.config import Config, read_config
 from loopscope.files import Part, Problems, read_as, words
 from loopscope.results.evaluation import Depth, Evaluation, Split
+from loopscope.results.halting import CalibratedHalting, Calibration
 from loopscope.results.record import read_record
 from loopscope.results.run import (
     MANIFEST_FILE,
@@ -38,136 +39,7 @@ CLAMPS_BEFORE_THE_FIELD = ("radial clamp: growth removed", "radial clamp: frozen
 State = Literal["finished", "unfinished", "stopped", "failed", "empty"]
 
 
-# --- halting.json ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Exits:
-    """The share of tokens that leave after loop k."""
-
-    k: int | None
-    share: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedLoop:
-    """What a gate says after loop k, and how long the state is that it reads."""
-
-    k: int | None
-    norm: float | None
-    """Mean ‖h_k‖."""
-    logit: float | None
-    """Mean |logit|."""
-    saturated: float | None
-    """Share of tokens whose exit probability is within 0.001 of 0 or 1: a loss could hardly move it any more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gate:
-    """One linear gate, trained on the frozen model, and what it saves at the bound of the rule beside it."""
-
-    reads: str
-    """h, or norm(h)."""
-    loss: float | None
-    """Cross-entropy of its exit probability on text it was not trained on, nats."""
-    constant_loss: float | None
-    """That of a gate that always says the same: what has to be beaten."""
-    mean_loops: float | None
-    fixed_depth: float | None
-    loops: list[GatedLoop]
-
-    @property
-    def saved(self) -> float | None:
-        """Loops a token that it saves beyond the smallest certified fixed depth."""
-        return difference(self.fixed_depth, self.mean_loops)
-
-    @classmethod
-    def from_json(cls, part: Part) -> Self:
-        """What can be read of it."""
-        return part.as_a(cls, loops=[row.as_a(GatedLoop) for row in part.parts("loops")])
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibratedHalting:
-    """halting.json: what a calibrated halting rule saves of a row's loops, and what of that a fixed depth saves too."""
-
-    step: int | None
-    num_loops: int | None
-    split: str = ""
-    """The text, dealt to fit, calibration and test units."""
-    rule: str = ""
-    max_ppl_increase: float | None = None
-    confidence: float | None = None
-    units: dict[str, float] = field(default_factory=dict)
-    """By split of the calibration."""
-    units_needed: int | None = None
-    threshold: float | None = None
-    """None: nobody leaves early."""
-    p_value: float | None = None
-    ppl_increase: float | None = None
-    """On the test units, as are mean_loops, unit_loops and exits."""
-    mean_loops: float | None = None
-    fixed_depth: float | None = None
-    """The smallest fixed depth that is certified at the same bound."""
-    unit_loops: list[float | None] = field(default_factory=list)
-    """Loops a token of each test unit."""
-    exits: list[Exits] = field(default_factory=list)
-    gates: list[Gate] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    reason: str = ""
-    """Why nothing was measured; empty where something was."""
-
-    @property
-    def saved(self) -> float | None:
-        """Loops a token that the rule saves beyond that depth: what is adaptive about it."""
-        return difference(self.fixed_depth, self.mean_loops)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it says what was saved, or why that cannot be known."""
-        return bool(self.reason) or (self.saved is not None and None not in self.unit_loops and bool(self.unit_loops))
-
-    def to_json(self) -> dict[str, Any]:
-        """What halting.json holds."""
-        return {"schema_version": 1, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, part: Part) -> Self:
-        """What can be read of it."""
-        exits = [row.as_a(Exits) for row in part.parts("exits")]
-        return part.as_a(cls, exits=exits, gates=[Gate.from_json(row) for row in part.parts("gates")])
-
-
 # --- audit.json ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Certified:
-    """A halting rule as far as its cost is certified; on test text."""
-
-    rule: str
-    threshold: float | None
-    mean_loops: float | None
-    ppl_increase: float | None
-    tokens_per_second: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibrated:
-    """calibration.json as far as it can be read."""
-
-    step: int | None
-    max_ppl_increase: float | None
-    confidence: float | None
-    fill: str
-    rules: list[Certified]
-    """The smallest certified fixed depth first."""
-
-    @classmethod
-    def from_json(cls, part: Part) -> Self:
-        """What can be read of it; rules of which nothing is certified are left out."""
-        rows = [row.as_a(Certified) for row in (part.part("fixed"), *part.parts("certificates"))]
-        return part.as_a(cls, rules=[row for row in rows if row.mean_loops is not None])
 
 
 @dataclass(frozen=True)
@@ -399,7 +271,7 @@ class Run:
     row: RowRecord | None
     """Where it is a row of a grid."""
     problems: Problems
-    calibrated: Calibrated | None = None
+    calibrated: Calibration | None = None
     """What `loopscope calibrate` left there."""
 
     def setting(self, section: str, name: str) -> Any:
@@ -548,10 +420,10 @@ def read_run(folder: Path, name: str) -> Run:
         evaluation=read_record(folder / "eval.json", Evaluation, problems),
         audit=read_as(folder / "audit.json", Audit.from_json, problems),
         untrained=read_as(folder / "audit-untrained.json", Audit.from_json, problems),
-        halting=read_as(folder / "halting.json", CalibratedHalting.from_json, problems),
+        halting=read_record(folder / "halting.json", CalibratedHalting, problems),
         row=read_record(folder / ROW_FILE, RowRecord, problems),
         problems=problems,
-        calibrated=read_as(folder / "calibration.json", Calibrated.from_json, problems),
+        calibrated=read_record(folder / "calibration.json", Calibration, problems),
     )
 
 

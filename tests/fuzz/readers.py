@@ -32,6 +32,7 @@ from checkpoints import (
     save_sharded,
 )
 from report_samples import write_reproduction, write_run
+from samples import sample_calibration, sample_certificate
 
 import loopscope as ls
 from loopscope.cli.formats import line_of
@@ -40,7 +41,8 @@ from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
 from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
 from loopscope.files import write_json
-from loopscope.inference.halting import FILLS, RULES, Halting, Probe, parse_halting
+from loopscope.inference.halting import Halting, parse_halting
+from loopscope.inference.rules import RULES, Probe
 from loopscope.machine import recall, remember
 from loopscope.protocol import run_loops
 from loopscope.results.checkpoint import GuardState, MonitorState, SavedRun
@@ -137,10 +139,7 @@ def make_run(folder: Path) -> None:
     bytes_tokenizer().save(run / "tokenizer")
     (run / "row.json").write_text(json.dumps({"schema_version": 1, "name": "x", "state": "finished", "seed": 42}))
     (run / "log.txt").write_text("a line\nanother\n")
-    certificate = {"rule": "margin", "threshold": 2.5, "mean_loops": 1.25, "ppl_increase": -0.01}
-    calibration = {"max_ppl_increase": 0.01, "confidence": 0.95, "fill": "copy", "certificates": [certificate]}
-    calibration["fixed"] = {**certificate, "rule": "fixed", "threshold": 2.0, "mean_loops": 2.0}
-    (run / "calibration.json").write_text(json.dumps({"schema_version": 1, **calibration}))
+    write_record(run / "calibration.json", sample_calibration(sample_certificate("fixed", 2.0, 2.0)))
 
 
 def _optimizers(model: Any) -> Optimizers:
@@ -571,7 +570,7 @@ def is_a_policy(found: Halting, _: object) -> bool:
         whole &= all(math.isfinite(each) for row in rows for each in row)
     else:
         whole = rule.name in RULES
-    return whole and found.threshold == found.threshold and found.fill in FILLS
+    return whole and found.threshold == found.threshold and found.fill in ("copy", "project")
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from faulty import CONFIG, FAULTS, LoopsShareASlot
 import loopscope as ls
 from loopscope.cli import main
 from loopscope.errors import ConfigError, ProtocolError
-from loopscope.inference.black_box import check_text_model
 from loopscope.inference.comparison import Record, Stage, Tolerance, compare
-from loopscope.inference.conformance import LoopedChecks, carry_out, check_looped
+from loopscope.inference.conformance import CHECKS, carry_out, check_looped, check_text_model, claims
+from loopscope.inference.subjects import LoopedSubject
 from loopscope.model.looped_lm import build
+from loopscope.results.check import CheckFinding
 
 NAMES = [
     *("two-runs", "depth", "causal", "neighbours", "slots", "cached", "split", "ragged", "padded", "rollback"),
@@ -54,7 +55,7 @@ def statuses(result):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_our_designs_conform_at_every_depth(design):
     model = build(replace(CONFIG, **DESIGNS[design]), seed=0).eval()
-    result = ls.check(model, context=24).conformance
+    result = ls.check(model, context=24)
     assert [finding.text for finding in result.findings] == []
     assert statuses(result) == dict.fromkeys(NAMES, "passed") | {"padded": "not applicable"}
     assert (result.num_loops, result.deepest, result.dtype) == (3, 5, "float64")
@@ -67,7 +68,7 @@ def test_every_loop_of_a_model_without_a_cache_is_checked_and_what_needs_a_cache
     model = ls.adapt(
         embed=table, loop=lambda h, k: h + torch.tanh(core(h)), readout=lambda h, k: h @ table.weight.T, num_loops=3
     )
-    result = ls.check(model).conformance
+    result = ls.check(model)
     applied = [name for name, status in statuses(result).items() if status == "passed"]
     assert applied == ["two-runs", "depth", "causal", "neighbours"] and result.findings == []
     assert result.dtype == "float32" and "does not run in float64" in result.notes[0]
@@ -99,14 +100,14 @@ def hrm():
 
 def test_an_hrm_text_folder_conforms_and_takes_rows_at_different_loops(hrm, tmp_path):
     hrm.save_pretrained(tmp_path)
-    result = ls.check(tmp_path).conformance
+    result = ls.check(tmp_path)
     assert [finding.text for finding in result.findings] == []
     assert {statuses(result)[name] for name in ("mixed-depths", "context", "ragged")} == {"passed"}
 
 
 def test_a_model_of_transformers_is_checked_as_it_is_and_comes_back_as_it_was(hrm):
     before = {name: tensor.clone() for name, tensor in hrm.state_dict().items()}
-    result = ls.check(hrm).conformance
+    result = ls.check(hrm)
     assert [finding.text for finding in result.findings] == []
     applied = {name for name, status in statuses(result).items() if status == "passed"}
     assert applied == {*NAMES, "generate"} - {"depth", "ragged", "mixed-depths", "context"}
@@ -118,13 +119,24 @@ def test_a_model_of_transformers_is_checked_as_it_is_and_comes_back_as_it_was(hr
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in hrm.modules())
 
 
+def test_a_check_is_known_by_its_definition_and_nothing_else(monkeypatch):
+    monkeypatch.setattr("loopscope.inference.conformance.CHECKS", dict(CHECKS))
+
+    @claims("silent", "the first text says nothing", "loops")
+    def silent(subject):
+        yield CheckFinding(text=f"it has {subject.tokens} tokens")
+
+    result = ls.check(build(CONFIG, seed=0).eval(), context=24)
+    assert result.checks[-1].name == "silent" and [each.text for each in result.findings] == ["it has 12 tokens"]
+
+
 # --- planted faults --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.model.__name__}-{fault.part}")
 def test_a_planted_fault_is_found_by_its_check_with_loop_layer_and_position(fault):
-    checks = LoopedChecks(fault.build().double(), CONFIG.vocab_size, CONFIG.max_length)
-    result = carry_out(next(check for check in checks.all() if check.name == fault.check), checks.tolerance.value)
+    subject = LoopedSubject(fault.build().double(), CONFIG.vocab_size, CONFIG.max_length)
+    result = carry_out(CHECKS[fault.check], subject)
     assert result.status == "found"
     first = result.findings[0]
     assert (first.part, first.loop, first.layer, first.position) == (
@@ -133,7 +145,7 @@ def test_a_planted_fault_is_found_by_its_check_with_loop_layer_and_position(faul
         fault.layer,
         fault.position,
     )
-    assert first.difference is None or first.difference > 100 * checks.tolerance.value
+    assert first.difference is None or first.difference > 100 * subject.tolerance.value
 
 
 def test_the_first_check_that_finds_a_fault_is_the_one_that_names_it():
@@ -168,7 +180,7 @@ def test_a_cache_path_that_cannot_be_widened_is_checked_in_the_models_own_dtype(
             assert cache is None or self.embedding.weight.dtype == torch.float32, "the cache's mask is float32"
             return super().embed(ids_BT, cache)
 
-    result = ls.check(FloatMask(CONFIG), context=24).conformance
+    result = ls.check(FloatMask(CONFIG), context=24)
     assert result.findings == [] and result.dtype == "float32"
     assert "the cache's mask is float32" in result.notes[0]
 
@@ -205,7 +217,7 @@ def test_a_mask_lost_in_decoding_is_found_in_a_model_of_transformers(hrm):
         mask = None if decoding else attention_mask
         return whole(self, input_ids, attention_mask=mask, past_key_values=past_key_values, **more)
 
-    result = ls.check(faulty_network(hrm, forward=forward)).conformance
+    result = ls.check(faulty_network(hrm, forward=forward))
     assert [name for name, status in statuses(result).items() if status == "found"] == ["padded", "generate"]
     first = result.check("padded").findings[0]
     # Row 1 has 9 tokens after 3 of padding, of which the last 3 are decoded; its first attention sees the padding.
@@ -219,7 +231,7 @@ def test_padding_that_is_attended_to_is_found_in_a_model_of_transformers(hrm):
     def forward(self, input_ids=None, attention_mask=None, **more):
         return whole(self, input_ids, **more)
 
-    result = ls.check(faulty_network(hrm, forward=forward)).conformance
+    result = ls.check(faulty_network(hrm, forward=forward))
     first = result.check("padded").findings[0]
     assert (first.row, first.position) == (1, 0) and "padded by 3 tokens" in first.text
     assert result.check("cached").status == "passed"
@@ -235,7 +247,7 @@ def test_loops_that_share_a_slot_are_found_in_a_model_of_transformers(hrm):
                 return _own(_module, *given, cycle_offset=0, **more)
 
             module.forward = forward
-    result = ls.check(network).conformance
+    result = ls.check(network)
     first = result.check("slots").findings[0]
     assert (first.part, first.loop, first.layer) == ("model.L_module.layers.0.self_attn", 2, 0)
     assert "share one memory" in first.text
@@ -276,7 +288,7 @@ def test_a_model_that_makes_roundings_grow_conforms_in_float32():
         embed=table, loop=lambda h, k: torch.sin(h @ core), readout=lambda h, k: h @ table.weight.T, num_loops=3
     )
     result = check_looped(model, 50)
-    assert result.findings == [] and result.tolerance.value > 4 * Tolerance.of(torch.float32, 5, 0.0).value
+    assert result.findings == [] and result.tolerance > 4 * Tolerance.of(torch.float32, 5, 0.0).value
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

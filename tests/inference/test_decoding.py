@@ -19,11 +19,11 @@ from loopscope.inference.decoding import (
     Limits,
     Policies,
     RecomputingRunner,
+    Sampling,
     decode,
     logprob,
     runner_for,
 )
-from loopscope.inference.sampling import Sampling
 from loopscope.protocol import run_loops
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8]]

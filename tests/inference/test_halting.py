@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 import loopscope as ls
 from loopscope.errors import ConfigError, UnsupportedError
-from loopscope.inference.halting import (
-    FILLS,
-    RULES,
-    Halting,
-    HaltingRunner,
-    Probe,
-    halt_on_text,
-    parse_halting,
-    rule_of,
-)
-from loopscope.inference.probes import fit_probe, logistic
+from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text, parse_halting
+from loopscope.inference.rules import RULES, Probe, Rule, logistic, rule_of, rules_for
+from loopscope.results.halting import Fill
+
+FILLS = get_args(Fill)
 
 DESIGNS = {
     "paper": {},
@@ -73,7 +68,7 @@ def probe(model):
 
 
 @pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("name", [*RULES, "probe"])
+@pytest.mark.parametrize("name", RULES)
 def test_one_pass_over_known_text_equals_decoding_it_token_by_token(tiny, ids_BT, name, fill):
     model = built(tiny)
     rule = probe(model) if name == "probe" else rule_of(name)
@@ -144,7 +139,8 @@ def test_scores_are_what_their_names_say(tiny, ids_BT):
 
         return Noting()
 
-    for name in RULES:
+    plain = [name for name, kind in RULES.items() if not kind.is_fitted]
+    for name in plain:
         halt_on_text(model, ids_BT, ids_BT, Halting(noting(name), 0.0), num_loops=4)
     p, q = logits[1].softmax(-1), logits[0].softmax(-1)
     ordered = logits[1].sort(-1, descending=True).values
@@ -181,6 +177,18 @@ def test_a_rule_of_another_name_is_refused_with_a_suggestion():
 def test_a_gate_is_asked_for_by_name(tiny, ids_BT):
     with pytest.raises(UnsupportedError, match="an exit gate"):
         halt_on_text(built(tiny, "paper"), ids_BT, ids_BT, Halting(rule_of("gate"), 0.5), num_loops=4)
+
+
+def test_a_rule_is_known_by_its_definition_and_nothing_else(tiny, ids_BT, monkeypatch):
+    monkeypatch.setattr("loopscope.inference.rules.RULES", dict(RULES))
+
+    class AtOnce(Rule, name="at-once"):
+        def score(self, look):
+            return look.same(1)
+
+    halting = parse_halting("at-once:0.5")
+    assert isinstance(halting.rule, AtOnce) and "at-once" in rules_for(built(tiny))
+    assert (halt_on_text(built(tiny), ids_BT, ids_BT, halting, num_loops=4).exits_BT == 1).all()
 
 
 class Kept:
@@ -309,7 +317,7 @@ class SettlesByFirstChannel(torch.nn.Module, ls.Cached):
 
 def test_a_probe_learns_which_tokens_have_settled(ids_BT):
     model, ids_BT = SettlesByFirstChannel(), ids_BT % 8
-    fitted = fit_probe(model, [ids_BT], 3, 0.01)
+    fitted = Probe.fitted(model, [ids_BT], 3, 0.01)
     halted = halt_on_text(model, ids_BT, ids_BT, Halting(fitted, 0.0), num_loops=3)
     assert torch.equal(halted.exits_BT == 1, ids_BT % 2 == 0)
     assert set(halted.exits_BT.flatten().tolist()) == {1, 3}

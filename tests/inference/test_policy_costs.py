@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import loopscope as ls
 from loopscope.inference.cache import CachePolicy
+from loopscope.inference.costs import policy_costs, shared_policies
 from loopscope.inference.decoding import CachedRunner, Policies
-from loopscope.inference.policy_costs import policy_costs, shared_policies
 from loopscope.protocol import run_loops
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopscope.errors import ConfigError
-from loopscope.inference.sampling import Sampling, accept
+from loopscope.inference.decoding import Sampling, accept
 
 LOGITS = st.lists(st.floats(-6, 6).map(lambda x: round(x, 1)), min_size=2, max_size=12)
 """Rounded, so that ties come up."""

@@ -11,8 +11,7 @@ import torch
 
 import loopscope as ls
 from loopscope.errors import ConfigError, UnsupportedError
-from loopscope.inference.decoding import Limits, decode, runner_for
-from loopscope.inference.sampling import Sampling
+from loopscope.inference.decoding import Limits, Sampling, decode, runner_for
 from loopscope.inference.speculation import (
     LOOKED_AT,
     PLAIN,

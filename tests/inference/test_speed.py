@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import loopscope as ls
-from loopscope.inference.speed import time_depths
+from loopscope.inference.costs import time_depths
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 

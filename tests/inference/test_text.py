@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from loopscope.data.tokenizers import Tokenizer, bytes_tokenizer, train_bpe
 from loopscope.errors import ConfigError
-from loopscope.inference.text import TextStream
+from loopscope.inference.decoding import TextStream
 
 BYTES = bytes_tokenizer()
 BPE = Tokenizer("bpe", train_bpe(["naïve café, the river 河 and the 😀 of the cafés "] * 20, 300).to_str())

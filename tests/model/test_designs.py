@@ -75,7 +75,7 @@ def test_every_design_learns_what_follows_what(name):
 def test_every_design_conforms(name):
     """Cached is uncached, ragged is alone, depth n of a deeper run is a run of n: what `loopscope check` checks."""
     opened = replace(of_config(name, made(name), seed=0), model=trained(name)[0])
-    result = ls.check(opened).conformance
+    result = ls.check(opened)
     assert [finding.text for finding in result.findings] == []
     assert result.check("cached").status == "passed"
 

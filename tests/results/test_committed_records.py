@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from loopscope.results.evaluation import Evaluation
+from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import load_record, text_of
 from loopscope.results.run import Manifest, RowRecord, decode_line, line_of
 
 RECORDS = Path(__file__).parents[2] / "records"
-KINDS = {"eval.json": Evaluation, "manifest.json": Manifest, "row.json": RowRecord}
+KINDS = {"eval.json": Evaluation, "halting.json": CalibratedHalting, "manifest.json": Manifest, "row.json": RowRecord}
 """Type of a file by its name."""
 
 

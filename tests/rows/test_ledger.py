@@ -38,7 +38,7 @@ def write(ledger: Ledger, row: RowSpec, state: str, **more) -> Path:
         write_record(run.path / "eval.json", made_up_eval(*NUMBERS[row.condition], 0.0))
         write_json(run.path / "audit.json", made_up_audit(row.condition, 3.0).to_json())
         write_json(run.path / "audit-untrained.json", made_up_audit(row.condition, 3.0, step=None).to_json())
-        write_json(run.path / "halting.json", made_up_halting(row.condition).to_json())
+        write_record(run.path / "halting.json", made_up_halting(row.condition))
     write_record(run.path / "row.json", RowRecord(state=state, **more))
     return run.path
 
@@ -81,7 +81,7 @@ def test_a_finished_row_without_halting_is_open_where_it_is_asked_for(ledger):
     (folder / "halting.json").unlink()
     assert ledger.status(spec()).state == "finished"
     assert ledger.status(spec(halting=True)).state == "open"
-    gone = {"schema_version": 1, "step": 1000, "reason": "the checkpoint is gone"}
+    gone = {"schema_version": 1, "step": 1000, "num_loops": 4, "reason": "the checkpoint is gone"}
     for content, state in ((gone, "finished"), (gone | {"step": 9}, "open"), (gone | {"reason": ""}, "open")):
         write_json(folder / "halting.json", content)
         assert ledger.status(spec(halting=True)).state == state

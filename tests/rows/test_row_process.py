@@ -120,8 +120,7 @@ def test_too_little_text_for_a_promise_is_told_with_what_would_do(row):
     spec, run = row
     calibrate_row(spec, run)
     found = read_run(run.path, "row").halting
-    assert found.is_whole and found.saved is None
-    assert "too few" in found.reason
+    assert "too few" in found.reason and found.saved is None
 
 
 def read(path: Path) -> dict:

@@ -18,8 +18,8 @@ from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import Config, config_to_dict
 from loopscope.machine import provenance
 from loopscope.presets import preset
-from loopscope.readings import CalibratedHalting
 from loopscope.results.evaluation import Evaluation
+from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import write_record
 from loopscope.results.reproduction import GridRecord, RecipeRecord
 from loopscope.results.run import RowRecord

@@ -16,8 +16,8 @@ from loopscope.auditing.interventions import CLAMPED
 from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject, Variable
 from loopscope.config import Config
 from loopscope.files import write_json
-from loopscope.readings import CalibratedHalting, Exits, Gate, GatedLoop
 from loopscope.results.evaluation import SPLITS, Depth, Evaluation, Split, Throughput
+from loopscope.results.halting import CalibratedHalting, Calibration, Certificate, ExitShare, Gate, GatedLoop
 from loopscope.results.record import as_json, write_record
 from loopscope.results.run import (
     Choice,
@@ -59,11 +59,12 @@ def write_sample(
     if change is not None:
         change(evaluated, audited)
     fresh = {} if untrained is None else untrained.to_json()
-    halted = {} if halting is None else halting.to_json()
-    written = {"eval.json": evaluated, "audit.json": audited, "audit-untrained.json": fresh, "halting.json": halted}
+    written = {"eval.json": evaluated, "audit.json": audited, "audit-untrained.json": fresh}
     for name, content in written.items():
         if content:
             write_json(folder / name, content)
+    if halting is not None:
+        write_record(folder / "halting.json", halting)
     if record is not None:
         write_record(folder / "row.json", record)
     return folder
@@ -101,7 +102,7 @@ def sample_halting(loops: float, fixed: float, *, step: int, num_loops: int, spr
         constant_loss=0.6,
         mean_loops=float(num_loops),
         fixed_depth=fixed,
-        loops=[GatedLoop(k=k, norm=100.0 * k, logit=3.0 * k, saturated=k / (2 * num_loops)) for k in (1, 2, 4, 8)],
+        loops=tuple(GatedLoop(k=k, norm=100.0 * k, logit=3.0 * k, saturated=k / (2 * num_loops)) for k in (1, 2, 4, 8)),
     )
     return CalibratedHalting(
         step=step,
@@ -110,17 +111,47 @@ def sample_halting(loops: float, fixed: float, *, step: int, num_loops: int, spr
         rule="margin",
         max_ppl_increase=0.01,
         confidence=0.95,
-        units={"fit": 40.0, "calibration": 100.0, "test": 60.0},
+        units={"fit": 40, "calibration": 100, "test": 60},
         units_needed=18,
         threshold=2.5,
         p_value=0.01,
         ppl_increase=0.004,
         mean_loops=loops,
         fixed_depth=fixed,
-        unit_loops=[loops + spread * (-1) ** n for n in range(60)],
-        exits=[Exits(1, 0.5), Exits(num_loops, 0.5)],
-        gates=[gate, replace(gate, reads="norm(h)", loss=0.4, mean_loops=fixed - 0.2)],
-        notes=["blocks stand in for articles"],
+        unit_loops=tuple(loops + spread * (-1) ** n for n in range(60)),
+        exits=(ExitShare(1, 0.5), ExitShare(num_loops, 0.5)),
+        gates=(gate, replace(gate, reads="norm(h)", loss=0.4, mean_loops=fixed - 0.2)),
+        notes=("blocks stand in for articles",),
+    )
+
+
+def sample_certificate(
+    rule: str, threshold: float | None, loops: float | None, increase: float | None = 0.002
+) -> Certificate:
+    """Of a rule that leaves after so many loops a token; None of them: nothing is certified."""
+    return Certificate(
+        rule=rule,
+        threshold=threshold,
+        p_value=0.01,
+        hoeffding_bentkus=0.04,
+        mean_loops=loops,
+        ppl_increase=increase,
+        clipped_above=0,
+    )
+
+
+def sample_calibration(fixed: Certificate, *rules: Certificate) -> Calibration:
+    """Rules that were certified at 1 %, beside the fixed depth."""
+    return Calibration(
+        target="run",
+        num_loops=4,
+        max_ppl_increase=0.01,
+        confidence=0.95,
+        units={"fit": 40, "calibration": 100, "test": 60},
+        unit_tokens=512,
+        units_needed=18,
+        fixed=fixed,
+        certificates=rules,
     )
 
 

@@ -21,6 +21,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_samples import claims, quantity, write_reproduction, write_run
+from samples import sample_calibration, sample_certificate
 
 from loopscope.cli import main
 from loopscope.cli.report import Report
@@ -669,13 +670,9 @@ def test_policies_that_were_evaluated_stand_beside_the_fixed_depths_of_their_run
 
 def test_rules_that_are_certified_at_the_same_bound_are_drawn_with_the_bound(tmp_path):
     folder = write_run(tmp_path / "run")
-    rules = [
-        {"rule": "fixed", "threshold": 3.0, "mean_loops": 3.0, "ppl_increase": 0.002},
-        {"rule": "kl", "threshold": -0.1, "mean_loops": 2.5, "ppl_increase": 0.008},
-        {"rule": "gate", "threshold": None, "mean_loops": None, "ppl_increase": None},
-    ]
-    found = {"schema_version": 1, "max_ppl_increase": 0.01, "confidence": 0.95, "fixed": rules[0]}
-    (folder / "calibration.json").write_text(json.dumps({**found, "certificates": rules[1:]}))
+    kl, gate = sample_certificate("kl", -0.1, 2.5, 0.008), sample_certificate("gate", None, None, None)
+    found = sample_calibration(sample_certificate("fixed", 3.0, 3.0), kl, gate)
+    write_record(folder / "calibration.json", found)
     page = build_report([folder]).html
     chart = data_of(page)["charts"]["certified"]
     assert [(trace["x"], trace["y"]) for trace in chart["traces"]] == [([3.0], [0.2]), ([2.5], [0.8])]

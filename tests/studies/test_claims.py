@@ -11,8 +11,8 @@ import pytest
 from made_up import LOOPS, STEPS, write_made_up_grid, write_row
 from samples import sample_halting
 
-from loopscope.readings import CalibratedHalting
-from loopscope.results.record import decode, text_of
+from loopscope.results.halting import CalibratedHalting
+from loopscope.results.record import decode, text_of, write_record
 from loopscope.results.reproduction import FAILS, HOLDS, NOT_MEASURED, TOO_EARLY, ClaimsRecord, Judgement
 from loopscope.studies.claims import UNGUARDED, Bound, Quantity, bootstrap
 from loopscope.studies.paper_claims import CLAIMS, judge_all, symlog, unsymlog
@@ -235,7 +235,7 @@ def halts(out: Path, condition: str, loops: float, fixed: float, seeds=(42, 101,
         found = sample_halting(loops, fixed, step=STEPS, num_loops=LOOPS, spread=spread)
         path = out / "rows" / f"{condition}-s{seed}" / "halting.json"
         if path.exists():
-            path.write_text(json.dumps(found.to_json()))
+            write_record(path, found)
 
 
 def test_claim_10_fails_where_the_rmsnorm_model_halts_adaptively(grid):
@@ -272,7 +272,7 @@ def test_a_saving_that_units_of_text_do_not_agree_on_is_no_adaptation(grid):
 def test_a_row_that_cannot_tell_what_halting_saves_says_why_and_decides_nothing(grid):
     for path in (grid / "rows").glob("per-loop+*/halting.json"):
         gone = CalibratedHalting(step=STEPS, num_loops=LOOPS, reason="the checkpoint is gone")
-        path.write_text(json.dumps(gone.to_json()))
+        write_record(path, gone)
     assert judged(grid)["C10"].verdict == NOT_MEASURED
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,12 @@ from loopscope.cli import main
 from loopscope.data.tasks import Hops
 from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import ConfigError, DataError, UnsupportedError
+from loopscope.inference.certification import BLOCK_UNITS, Unit, dealt
 from loopscope.inference.halting import parse_halting
+from loopscope.inference.rules import rules_for
+from loopscope.results.record import write_record
 from loopscope.targets import Opened
-from loopscope.verbs.calibration import all_rules, calibrate, to_policy
-from loopscope.verbs.units import BLOCK_UNITS, Unit, dealt, units_of
+from loopscope.verbs.calibration import calibrate, policy_of, units_of
 
 LOOPS = 8
 
@@ -79,7 +80,7 @@ def test_a_token_that_needs_s_steps_leaves_after_s_plus_one_loops():
 def test_a_rule_that_is_sure_of_wrong_answers_is_not_let_loose():
     """Every exit has the same margin, right or wrong: the first threshold that lets anybody leave lets all leave."""
     found = calibrate(opened(), rules=["margin"], data=["task:hops:6"])
-    assert found.certificates[0].threshold == math.inf
+    assert found.certificates[0].threshold is None, "never"
     assert found.certificates[0].mean_loops == LOOPS
 
 
@@ -168,7 +169,7 @@ def test_text_without_articles_comes_in_blocks_and_the_policy_says_so(tmp_path):
     path.write_text("".join(f"line {n} of a text about rivers and {n * n} stones\n" for n in range(2000)))
     found = calibrate(demo(), rules=["margin"], data=[str(path)], max_ppl_increase=9.0)
     assert found.homes == "block" and any("blocks" in note for note in found.notes)
-    assert "articles being unknown" in to_policy(found, found.certificates[0])["promise"]["about"]
+    assert "articles being unknown" in policy_of(found, found.certificates[0]).promise.about
     assert found.articles["calibration"] <= -(-found.units["calibration"] // BLOCK_UNITS) + 1
 
 
@@ -214,7 +215,7 @@ def test_units_of_articles_that_share_their_luck_make_the_article_the_unit(tmp_p
 
 def test_a_verification_that_fails_too_often_says_so(monkeypatch):
     """A p-value that certifies everything is caught by drawing again."""
-    monkeypatch.setattr("loopscope.verbs.calibration.betting_p_value", lambda *_: 0.0)
+    monkeypatch.setattr("loopscope.inference.certification.betting_p_value", lambda *_: 0.0)
     found = calibrate(opened(), rules=["margin"], data=["task:hops:6"], verify=20)
     assert found.failures_allowed == 3
     assert found.certificates[0].verified == 0 and found.certificates[0].passed is False
@@ -230,9 +231,9 @@ def test_a_probe_goes_through_its_policy_file_into_decoding(tmp_path):
     )
     (certificate,) = found.certificates
     assert certificate.mean_loops < 4 and certificate.tokens_per_second > 0 and found.tokens_per_second > 0
-    path.write_text(json.dumps(to_policy(found, certificate)))
+    write_record(path, policy_of(found, certificate))
     halting = parse_halting(str(path))
-    assert halting.fill == "project" and halting.rule.weights_KD == found.probe.weights_KD
+    assert halting.fill == "project" and halting.rule.weights == found.probe
     text = ls.generate(demo(), "The river", halting=str(path), max_tokens=8)
     assert any(token.loops < 4 for token in text.tokens)
     with pytest.raises(ConfigError, match="calibrated at 4 loops, and 3 are asked for"):
@@ -251,14 +252,14 @@ def test_a_probe_that_is_not_whole_is_refused_in_a_sentence(tmp_path, change):
     whole["probe"] = {"weights": [[1.0, 2.0, 3.0]] * 3, "biases": [0.0] * 3}
     path = tmp_path / "policy.json"
     path.write_text(json.dumps(whole))
-    assert parse_halting(str(path)).rule.biases_K == [0.0] * 3
+    assert parse_halting(str(path)).rule.biases_K == (0.0,) * 3
     path.write_text(json.dumps({**whole, **change}))
     with pytest.raises(ConfigError, match="is not a policy that `loopscope calibrate` wrote"):
         parse_halting(str(path))
 
 
 def test_all_rules_are_those_the_model_has():
-    names = all_rules(demo())
+    names = rules_for(demo().model)
     assert "probe" in names and "gate" not in names and "fixed" not in names
 
 
@@ -282,7 +283,7 @@ def test_an_interrupted_calibration_leaves_nothing_half_written(monkeypatch, tmp
         raise KeyboardInterrupt
 
     out = tmp_path / "policy.json"
-    monkeypatch.setattr("loopscope.verbs.calibration.halt_on_text", interrupt)
+    monkeypatch.setattr("loopscope.inference.certification.halt_on_text", interrupt)
     arguments = ["preset:demo", "--tokenizer", "bytes", "--max-units", "60", "--out", str(out)]
     assert main(["calibrate", *arguments]) == 130
     assert list(tmp_path.glob("*policy*")) == []
@@ -310,7 +311,7 @@ def test_every_field_that_is_printed_as_json_is_documented(capsys):
 
 def test_a_policy_that_never_leaves_is_null_in_its_file():
     found = calibrate(opened(), rules=["margin"], data=["task:hops:6"])
-    assert to_policy(found, found.certificates[0])["threshold"] is None
+    assert policy_of(found, found.certificates[0]).threshold is None
 
 
 def test_bounds_and_models_that_cannot_be_are_refused():

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopscope.inference.black_box import OnWrite
 from loopscope.inference.comparison import nudged
 from loopscope.inference.decoding import device_of
+from loopscope.inference.subjects import OnWrite
 
 
 def is_pretrained_model(made: object) -> bool:
@@ -30,7 +30,7 @@ def is_pretrained_model(made: object) -> bool:
 
 
 class TransformersModel:
-    """A `PreTrainedModel` as an `inference.black_box.TextModel`."""
+    """A `PreTrainedModel` as an `inference.subjects.TextModel`."""
 
     def __init__(self, network: Any) -> None:
         self.network = network

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -11,7 +11,7 @@ import tyro
 from tyro.conf import Positional
 
 from loopscope.checks import check_not_negative
-from loopscope.cli.terminal import bar, print_json, print_tables, print_text, progress, say
+from loopscope.cli.terminal import bar, print_tables, print_text, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
@@ -19,7 +19,7 @@ from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_tokenizer, check_word
 
 if TYPE_CHECKING:
-    from loopscope.verbs.calibration import Calibration, Certificate
+    from loopscope.results.halting import Calibration, Certificate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Calibrate(
     """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
     file, or package.module:factory."""
     rule: tuple[str, ...] = ("margin",)
-    """Halting rules, or all: margin, max-probability, entropy, kl, state-difference, cosine, gate, certain, probe.
-    Several share what may go wrong between them."""
+    """Halting rules by name (docs/halting.md), or all that the model can be asked. Several share what may go
+    wrong between them."""
     max_ppl_increase: float = 0.01
     """What leaving early may cost: 0.01 is 1 % of perplexity."""
     confidence: float = 0.95
@@ -85,13 +85,14 @@ examples:
         check_sources(self.data or ())
         if self.max_units < 1 or self.verify < 0:
             raise ConfigError.of("max_units", self.max_units, "must be at least 1, and --verify not negative")
-        from loopscope.files import write_json
+        from loopscope.results.record import text_of, write_record
         from loopscope.targets import open_target
-        from loopscope.verbs.calibration import calibrate, to_policy
+        from loopscope.verbs.calibration import calibrate, keep_calibration, policy_of
 
         with progress(self.target) as advance:
+            opened = open_target(self.target, dtype=self.dtype)
             found = calibrate(
-                open_target(self.target, dtype=self.dtype),
+                opened,
                 rules=self.rule,
                 max_ppl_increase=self.max_ppl_increase,
                 confidence=self.confidence,
@@ -108,15 +109,15 @@ examples:
             )
         best = found.best
         if best is not None and self.out is not None:
-            write_json(Path(self.out), to_policy(found, best))
+            write_record(Path(self.out), policy_of(found, best))
             say(f"the policy is in {self.out}")
         try:  # what was found is printed whether or not it can be kept
-            if (path := found.keep()) is not None:
+            if (path := keep_calibration(opened, found)) is not None:
                 say(f"what was found is in {path}")
         except OSError as error:
             say(f"what was found is not kept in calibration.json: {error.strerror}")
         if self.json:
-            print_json(**found.to_json())
+            sys.stdout.write(text_of(replace(found, probe=None)))
         else:
             print_tables(_table(found))
             print_text(_chart(found))
@@ -126,27 +127,29 @@ examples:
 
 def _table(found: Calibration) -> Table:
     units = ", ".join(f"{count} {name}" for name, count in found.units.items())
-    tested = (found.fixed, *found.certificates)
     rows: list[list[object]] = []
-    for each in tested:
-        if each.threshold is None or each.mean_loops is None:
+    for each in found.every:
+        if each.mean_loops is None:
             rows.append([each.rule, "none", *[None] * 8])
             continue
-        threshold = "never" if math.isinf(each.threshold) else f"{each.threshold:.4g}"
         saved = None if each is found.fixed else found.saved_beyond_fixed(each)
         costs = (each.ppl_increase, each.clipped_ppl_increase, each.p_value, each.hoeffding_bentkus)
         held = f"{each.verified} of {found.verify}{'' if each.passed else ', too few'}"
-        rows.append([each.rule, threshold, each.mean_loops, saved, *costs, _speed(found, each), held])
+        rows.append([each.rule, _threshold(each), each.mean_loops, saved, *costs, _speed(found, each), held])
     header = [Column("rule"), Column("threshold", align="right"), Column("loops", ".2f")]
     header += [Column("saved beyond fixed", "+.2f"), *columns("+.2%", "perplexity", "clipped")]
     header += [*columns(".2g", "p", "Hoeffding–Bentkus p"), Column("tokens/s", align="right")]
     header += [Column("held", align="right")]
-    is_clipped = any(each.clipped_above or each.test_clipped_above for each in tested)
+    is_clipped = any(each.clipped_above or each.test_clipped_above for each in found.every)
     asked = {"clipped": is_clipped, "tokens/s": found.tokens_per_second is not None, "held": bool(found.verify)}
     title = f"{found.target}: units of {found.unit_tokens} tokens, {units}"
     note = "loops and perplexity on the test units, which no threshold was chosen on"
     whole = Table(title, header, rows, note, absent="")
     return whole.without(*(name for name, is_asked in asked.items() if not is_asked))
+
+
+def _threshold(each: Certificate) -> str:
+    return "never" if each.threshold is None else f"{each.threshold:.4g}"
 
 
 def _speed(found: Calibration, each: Certificate) -> str:
@@ -157,9 +160,9 @@ def _speed(found: Calibration, each: Certificate) -> str:
 
 def _chart(found: Calibration) -> str:
     """Loops a token under each certified rule, and the share of tokens that left at each loop, as bars."""
-    wide = max(len(each.rule) for each in (found.fixed, *found.certificates))
+    wide = max(len(each.rule) for each in found.every)
     lines = [f"{'':<{wide}}  loops a token, of {found.num_loops:<21} tokens that left at loop 1 … {found.num_loops}, %"]
-    for each in (found.fixed, *found.certificates):
+    for each in found.every:
         if each.mean_loops is not None:
             left = " ".join(f"{100 * each.exits.get(k, 0.0):>3.0f}" for k in range(1, found.num_loops + 1))
             drawn = bar(each.mean_loops / found.num_loops, 32)
@@ -182,8 +185,7 @@ def _sentences(found: Calibration) -> list[str]:
             f"nothing is promised: there are {count} calibration {evidence}, and {needs}; name more text with --data",
             *(f"note: {note}" for note in found.notes),
         ]
-    assert best.threshold is not None and best.mean_loops is not None
-    lines = [f"certified: {best.rule} at {best.threshold:.4g}, {promise}, on teacher-forced text of the same kind"]
+    lines = [f"certified: {best.rule} at {_threshold(best)}, {promise}, on teacher-forced text of the same kind"]
     lines.append(f"the promise rests on {found.calibration_evidence} calibration {evidence}; {needs}")
     if best.clipped_above:
         lines.append(
@@ -201,7 +203,7 @@ def _sentences(found: Calibration) -> list[str]:
             "prediction does not depend on further loops, and no rule is needed to leave them out"
         )
     if found.verify:
-        made = [each for each in (found.fixed, *found.certificates) if each.passed is not None]
+        made = [each for each in found.every if each.passed is not None]
         failed = [each.rule for each in made if not each.passed]
         verdict = f"{', '.join(failed)} failed" if failed else "all passed"
         lines.append(f"verification: {verdict}; of {found.verify} calibrations {found.failures_allowed} may fail")

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from tyro.conf import Positional
 
-from loopscope.cli.terminal import print_json, print_tables, print_text, progress
+from loopscope.cli.terminal import print_tables, print_text, progress
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK
 from loopscope.options import CheckOptions
+from loopscope.results.check import Status
 from loopscope.show.table import Column, Table
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
-    from loopscope.inference.conformance import CheckResult
-    from loopscope.verbs.checks import Checked
+    from loopscope.results.check import CheckResult, Conformance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,34 +49,31 @@ examples:
     def run(self) -> int:
         """Check and print."""
         check_word(self.target)
+        from loopscope.results.record import text_of
         from loopscope.verbs.checks import check
 
         with progress(self.target) as advance:
             checked = check(self.target, self, progress=advance)
         if self.json:
-            print_json(**checked.to_json())
+            sys.stdout.write(text_of(checked))
         else:
             print_checked(checked)
-        return EXIT_FINDINGS if checked.conformance.findings else EXIT_OK
+        return EXIT_FINDINGS if checked.findings else EXIT_OK
 
 
-def print_checked(checked: Checked) -> None:
+def print_checked(result: Conformance) -> None:
     """The verdict, a table of all checks, and what was found."""
-    result = checked.conformance
     loops = "loops inside" if result.num_loops is None else f"{result.num_loops} loops, run to {result.deepest}"
-    print_text(f"{checked.name}: {loops}; texts of {result.tokens} tokens in {result.dtype}")
-    by_status = {status: sum(each.status == status for each in result.checks) for status in STATUSES}
+    print_text(f"{result.target}: {loops}; texts of {result.tokens} tokens in {result.dtype}")
+    by_status = {status: sum(each.status == status for each in result.checks) for status in get_args(Status)}
     print_text(", ".join(f"{count} {status}" for status, count in by_status.items()) + "\n")
     print_tables(_table(result.checks))
     for each in result.checks:
         for finding in each.findings:
             print_text(f"{each.name}: {finding.text}")
-    print_text(f"tolerance {result.tolerance.value:.1g}: {result.tolerance.why}")
+    print_text(f"tolerance {result.tolerance:.1g}: {result.tolerance_reason}")
     for note in result.notes:
         print_text(f"note: {note}")
-
-
-STATUSES = ("passed", "found", "not applicable")
 
 
 def _table(checks: tuple[CheckResult, ...]) -> Table:

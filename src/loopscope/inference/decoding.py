@@ -1,4 +1,4 @@
-"""Decoding: the next token of each sequence, through a cache where the model takes one.
+"""Decoding: the next token of each sequence, through a cache where the model takes one; how it is chosen, and its text.
 
 Prompts of different lengths share a batch without padding: all of them run to the end of the shortest, the others go on
 to the end of the next, and so on, so that every loop of every token is run once. From then on each row stands at a
@@ -10,15 +10,16 @@ Shape legend: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from typing import Protocol, Self
 
 import torch
+from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
 
 from loopscope.errors import ConfigError, DataError, NotFiniteError
 from loopscope.inference.cache import EXACT, CachePolicy, KVCache
-from loopscope.inference.sampling import Sampling
+from loopscope.options import SamplingOptions
 from loopscope.protocol import Cache, Cached, LinearReadout, LoopedModel, LoopState, check_products, run_loops
 
 
@@ -280,3 +281,146 @@ def logprob(logits_V: Tensor, chosen: int) -> float:
     """Log-probability of a token by the model's own distribution."""
     logits_V = logits_V.double()
     return float(logits_V[chosen] - logits_V.logsumexp(-1))
+
+
+# --- from logits to the next token -----------------------------------------------------------------------------------
+
+SMALLEST_TEMPERATURE = 1e-300
+"""Division by less may be division by zero, where the processor takes denormal numbers for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(SamplingOptions):
+    """The choice of the next token, as the options say; each prompt has random numbers of its own."""
+
+    @classmethod
+    def of(cls, options: SamplingOptions) -> Self:
+        """That of options which say more."""
+        return cls(**{each.name: getattr(options, each.name) for each in fields(SamplingOptions)})
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether chance plays no part."""
+        return self.temperature == 0
+
+    def generator(self, number: int) -> torch.Generator:
+        """Random numbers of the prompt of this number."""
+        return torch.Generator().manual_seed((self.seed * 1_000_003 + number) % 2**63)
+
+    def penalised(self, logits_V: Tensor, seen: Sequence[int]) -> Tensor:
+        """Logits after the repetition penalty."""
+        if self.repetition_penalty == 1 or not seen:
+            return logits_V
+        ids = torch.tensor(sorted(set(seen)), device=logits_V.device)
+        own = logits_V[ids]
+        changed = torch.where(own > 0, own / self.repetition_penalty, own * self.repetition_penalty)
+        return logits_V.index_copy(0, ids, changed)
+
+    def probabilities(self, logits_V: Tensor, seen: Sequence[int]) -> Tensor:
+        """The distribution that is drawn from, on the CPU in float64; one token has all of it when greedy."""
+        logits_V = self.penalised(logits_V, seen)
+        if self.is_greedy:
+            return torch.nn.functional.one_hot(logits_V.argmax(), len(logits_V)).double().cpu()
+        logits_V = logits_V.double().cpu()
+        # The largest logit is taken off first: divided by a tiny temperature it would not be a number any more.
+        p_V = torch.softmax((logits_V - logits_V.max()) / max(self.temperature, SMALLEST_TEMPERATURE), -1)
+        if self.top_k is not None or self.top_p is not None:
+            ordered_V, order_V = p_V.sort(descending=True, stable=True)  # of equals the first: top-k 1 is greedy
+            kept_V = torch.arange(len(p_V)) < (len(p_V) if self.top_k is None else self.top_k)
+            if self.top_p is not None and self.top_p < 1:
+                before_V = ordered_V.cumsum(0) - ordered_V  # the token that crosses the limit stays
+                kept_V &= before_V < self.top_p * (ordered_V * kept_V).sum()
+            p_V = p_V.index_fill(0, order_V[~kept_V], 0.0)
+        if self.min_p is not None:
+            p_V = p_V * (p_V >= self.min_p * p_V.max())
+        return p_V / p_V.sum()
+
+    def draw(self, logits_V: Tensor, seen: Sequence[int], generator: torch.Generator) -> int:
+        """The next token."""
+        if self.is_greedy:
+            return int(self.penalised(logits_V, seen).argmax())
+        return int(torch.multinomial(self.probabilities(logits_V, seen), 1, generator=generator))
+
+
+def accept(drafted: int, draft_V: Tensor, target_V: Tensor, generator: torch.Generator) -> int:
+    """The token that stands after verification, distributed as `target_V` (p) whatever drafted it (from q = `draft_V`).
+
+    x ~ q is kept with probability min(1, p(x)/q(x)), else a token is drawn from max(p − q, 0), normalised:
+    P(y) = min(p, q)(y) + (1 − Σ min(p, q))·max(p − q, 0)(y)/Σ max(p − q, 0) = p(y)
+    """
+    chance = float(target_V[drafted] / draft_V[drafted])
+    if chance >= 1 or float(torch.rand((), generator=generator, dtype=torch.float64)) < chance:
+        return drafted
+    left_V = (target_V - draft_V).clamp(min=0)
+    if not left_V.any():  # p = q but for rounding
+        return drafted
+    return int(torch.multinomial(left_V, 1, generator=generator))
+
+
+# --- from tokens to text ---------------------------------------------------------------------------------------------
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder shows for bytes that are no character, or none yet."""
+PROMPT_TOKENS = 8
+"""Tokens of the prompt that new ones are decoded behind: some decoders drop the space that a text begins with."""
+
+
+class TextStream:
+    """Tokens in, text out, as soon as it is certain.
+
+    A character may span tokens, and a stop string may: what could still become either is held back until the next token
+    decides, or the end does. What stands after a stop string is dropped. New tokens are decoded behind those before
+    them, and what these gave already is taken off: a decoder may see a token differently where nothing comes before.
+    """
+
+    def __init__(self, backend: Backend, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
+        if "" in stop:
+            raise ConfigError.of("stop", "", "an empty string would stop every text at once")
+        self.stopped: str | None = None
+        """The stop string that ended the text."""
+        self._backend, self._stop = backend, stop
+        self._ids = list(prompt[-PROMPT_TOKENS:])
+        self._window = 0
+        """Where decoding begins: at the tokens that gave text last."""
+        self._given = len(self._ids)
+        """Tokens whose text has been given out."""
+        self._held = ""
+
+    def feed(self, token: int) -> str:
+        """What is certain after one more token."""
+        self._ids.append(token)
+        new = self._new_text()
+        if not new or new.endswith(UNFINISHED):
+            return ""
+        self._window, self._given = self._given, len(self._ids)
+        return self._release(self._held + new)
+
+    def end(self) -> str:
+        """What was held back; bytes that never became a character are shown as U+FFFD."""
+        if self.stopped is not None:
+            return ""
+        text, self._held = self._release(self._held + self._new_text()) + self._held, ""
+        return text
+
+    def _new_text(self) -> str:
+        before, now = (
+            self._backend.decode(self._ids[self._window : end], skip_special_tokens=False)
+            for end in (self._given, len(self._ids))
+        )
+        return now[len(before) :]
+
+    def _release(self, text: str) -> str:
+        # The one that is complete first, so that it does not matter how the text is cut into tokens.
+        found = [(place + len(each), place, each) for each in self._stop if (place := text.find(each)) >= 0]
+        if found:
+            _, place, self.stopped = min(found)
+            self._held = ""
+            return text[:place]
+        keep = max((_overlap(text, each) for each in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of the text that a stop string begins with."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)

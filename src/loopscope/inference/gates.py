@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loopscope.inference.halting import Look, Rule
+from loopscope.files import number as finite
+from loopscope.inference.rules import Look, Rule
 from loopscope.protocol import LoopedModel, run_loops
+from loopscope.results.halting import GatedLoop, Reads
 from loopscope.results.thresholds import SATURATED_LOGIT
 
-Reads = Literal["h", "norm(h)"]
 READS: tuple[Reads, ...] = get_args(Reads)
 STEPS, BATCH, LR = 500, 512, 1e-3
 """Of Adam, for every gate alike: a gate that is trained beside a model gets the model's learning rate, not one that was
@@ -62,18 +63,6 @@ class Examples:
     def choices(self) -> tuple[Tensor, Tensor]:
         """States at which a gate has a choice, and what it should say."""
         return self.h_KND[: len(self.settled_KN)].flatten(0, 1), self.settled_KN.flatten()
-
-
-@dataclass(frozen=True)
-class Saturation:
-    """A gate after loop k."""
-
-    k: int
-    norm: float
-    logit: float
-    """Mean |logit|."""
-    saturated: float
-    """Share of tokens with |logit| ≥ `SATURATED_LOGIT`."""
 
 
 def inputs(h: Tensor, reads: Reads) -> Tensor:
@@ -119,11 +108,11 @@ def gate_loss(gate: LinearGate, found: Examples) -> tuple[float, float]:
     return float(F.binary_cross_entropy_with_logits(gate.logits(h_ND), settled_N)), float(constant)
 
 
-def saturation(gate: LinearGate, found: Examples) -> list[Saturation]:
-    """Where a gate saturates: loop by loop, with the length of the state that it reads."""
+def saturation(gate: LinearGate, found: Examples) -> tuple[GatedLoop, ...]:
+    """Where a gate saturates, |logit| ≥ `SATURATED_LOGIT`: loop by loop, with the length of the state that it reads."""
     told = []
     for k, h_ND in enumerate(found.h_KND, start=1):
-        size_N = gate.logits(h_ND).abs()
-        share = (size_N >= SATURATED_LOGIT).float().mean()
-        told.append(Saturation(k, float(h_ND.norm(dim=-1).mean()), float(size_N.mean()), float(share)))
-    return told
+        size_N, norm = gate.logits(h_ND).abs(), float(h_ND.norm(dim=-1).mean())
+        share = float((size_N >= SATURATED_LOGIT).float().mean())
+        told.append(GatedLoop(k=k, norm=finite(norm), logit=finite(float(size_N.mean())), saturated=share))
+    return tuple(told)

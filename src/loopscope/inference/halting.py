@@ -1,8 +1,7 @@
-"""Halting: at which loop each token leaves, decided from what is known there and then.
+"""Halting: at which loop each token leaves.
 
-A rule looks at a token after loop k and gives a score, the larger the readier; the token leaves at the first loop whose
-score reaches the threshold, and at the last one in any case. Rules are per token and causal: nothing of later tokens,
-nothing of deeper loops.
+A rule (`inference.rules`) scores a token after loop k; the token leaves at the first loop whose score reaches the
+threshold, and at the last one in any case.
 
 What a token that has left at loop e shows to later tokens at every deeper loop is the fill: copies of its keys and
 values of loop e, or those that the layers' maps make of its state h_e (`protocol.ProjectedKeys`). On known text all
@@ -14,309 +13,24 @@ Shape legend: B rows, T tokens, D width, V vocabulary, K loops.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from loopscope.config import MOST_LOOPS
-from loopscope.errors import ConfigError, UnsupportedError, suggest
-from loopscope.files import Problems, integer, read_json
-from loopscope.files import number as finite
+from loopscope.errors import ConfigError, UnsupportedError
+from loopscope.files import MOST_JSON_BYTES, read_bytes
 from loopscope.inference.cache import CachePolicy, KVCache
-from loopscope.inference.decoding import check_finite, device_of, last_logits
-from loopscope.protocol import Cache, Cached, ExitGate, LinearReadout, LoopState, ProjectedKeys, Slot
+from loopscope.inference.decoding import device_of, last_logits
+from loopscope.inference.rules import RULES, Look, Rule, rule_named, rule_of
+from loopscope.protocol import Cached, LoopState, ProjectedKeys, Slot
+from loopscope.results.halting import Fill, Policy
+from loopscope.results.record import decode
 from loopscope.words import no_policy
-
-POLICY_VERSION = 1
-"""Of the policy files that are read and written."""
-NEVER = float("-inf")
-"""Score of a token that a rule cannot judge yet."""
-MOST_WIDTH = 1 << 17
-"""Widest state that a policy's probe is read for."""
-
-Fill = Literal["copy", "project"]
-"""What a token that has left shows at deeper loops: the keys and values of its exit, or those made of its state."""
-FILLS: tuple[Fill, ...] = get_args(Fill)
-
-
-# --- what a rule sees ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Look:
-    """What is known of some tokens after loop k; readouts are computed when a rule asks for them, once."""
-
-    model: Any
-    state: LoopState
-    k: int
-    num_loops: int
-    cache: Cache
-    before: Look | None
-    """The same tokens one loop earlier; None at loop 1."""
-
-    @cached_property
-    def features_BTD(self) -> Tensor:
-        """What the head multiplies."""
-        return LinearReadout.needed(self.model, "this halting rule").features(self.state, self.k, self.cache)
-
-    @cached_property
-    def logits_BTV(self) -> Tensor:
-        """Of the exit at loop k."""
-        linear = LinearReadout.of(self.model)
-        if linear is None:
-            logits_BTV = self.model.readout(self.state, self.k, self.cache)
-        else:
-            logits_BTV = torch.nn.functional.linear(self.features_BTD, linear.head)
-        check_finite(logits_BTV, self.k)
-        return logits_BTV
-
-    @cached_property
-    def logprobs_BTV(self) -> Tensor:
-        """Log-probabilities of the exit."""
-        return self.logits_BTV.float().log_softmax(-1)
-
-    @cached_property
-    def margin_BT(self) -> Tensor:
-        """By how much the likeliest token's logit is above the next."""
-        best = self.logits_BTV.float().topk(2, -1).values
-        return best[..., 0] - best[..., 1]
-
-    @cached_property
-    def stay_BT(self) -> Tensor:
-        """Probability, by the model's own gate, of not having left at this loop or an earlier one."""
-        gate = ExitGate.needed(self.model, "the halting rule gate")
-        stay_BT = 1 - gate.exit_logits(self.features_BTD).float().sigmoid()
-        return stay_BT if self.before is None else stay_BT * self.before.stay_BT
-
-    def take(self, rows: Tensor) -> Look:
-        """Of some rows; what has been computed comes along."""
-        before = None if self.before is None else self.before.take(rows)
-        chosen = Look(self.model, self.state.take(rows), self.k, self.num_loops, self.cache, before)
-        for name in ("features_BTD", "logits_BTV", "logprobs_BTV", "margin_BT", "stay_BT"):
-            if name in self.__dict__:
-                chosen.__dict__[name] = self.__dict__[name][rows]
-        return chosen
-
-
-# --- rules -----------------------------------------------------------------------------------------------------------
-
-
-class Rule(ABC):
-    """A score of how ready a token is to leave."""
-
-    name: ClassVar[str]
-    divides_by_norm: ClassVar[bool] = False
-    """Whether a state that merely grows looks as if it had settled: a false stop where scale drifts."""
-
-    @abstractmethod
-    def score(self, look: Look) -> Tensor:
-        """Score_BT after loop k; the larger, the readier."""
-
-
-class Fixed(Rule):
-    """Every token leaves at the same loop: the threshold."""
-
-    name = "fixed"
-
-    def score(self, look: Look) -> Tensor:
-        return torch.full(look.state.h_BTD.shape[:2], float(look.k), device=look.state.h_BTD.device)
-
-
-class Margin(Rule):
-    """z_(1) − z_(2), the two largest logits."""
-
-    name = "margin"
-
-    def score(self, look: Look) -> Tensor:
-        return look.margin_BT
-
-
-class MaxProbability(Rule):
-    """max_v p(v)."""
-
-    name = "max-probability"
-
-    def score(self, look: Look) -> Tensor:
-        return look.logprobs_BTV.amax(-1).exp()
-
-
-class Entropy(Rule):
-    """Σ p·ln p: minus the entropy, in nats."""
-
-    name = "entropy"
-
-    def score(self, look: Look) -> Tensor:
-        return (look.logprobs_BTV.exp() * look.logprobs_BTV).sum(-1)
-
-
-class Divergence(Rule):
-    """−KL(p_k ‖ p_{k−1}): the prediction has stopped changing."""
-
-    name = "kl"
-
-    def score(self, look: Look) -> Tensor:
-        if look.before is None:
-            return torch.full(look.state.h_BTD.shape[:2], NEVER)
-        now, then = look.logprobs_BTV, look.before.logprobs_BTV
-        return -(now.exp() * (now - then)).sum(-1)
-
-
-class StateDifference(Rule):
-    """−‖h_k − h_{k−1}‖/‖h_k‖."""
-
-    name, divides_by_norm = "state-difference", True
-
-    def score(self, look: Look) -> Tensor:
-        if look.before is None:
-            return torch.full(look.state.h_BTD.shape[:2], NEVER)
-        now, then = look.state.h_BTD.float(), look.before.state.h_BTD.float()
-        return -(now - then).norm(dim=-1) / now.norm(dim=-1).clamp(min=1e-30)
-
-
-class Cosine(Rule):
-    """cos(h_k, h_{k−1})."""
-
-    name, divides_by_norm = "cosine", True
-
-    def score(self, look: Look) -> Tensor:
-        if look.before is None:
-            return torch.full(look.state.h_BTD.shape[:2], NEVER)
-        return torch.cosine_similarity(look.state.h_BTD.float(), look.before.state.h_BTD.float(), dim=-1)
-
-
-class Gate(Rule):
-    """Σ_{j ≤ k} p_j, the cumulative exit probability of the model's own gate (Ouro)."""
-
-    name = "gate"
-
-    def score(self, look: Look) -> Tensor:
-        return 1 - look.stay_BT
-
-
-class Certain(Rule):
-    """margin_k / (2·max_v |z_k − z_{k−1}|·(K − k)), logits centred.
-
-    If no later loop moves the logits by more than the last one did, the remaining K − k loops move the margin by at
-    most the denominator: from 1 on the decision cannot change any more.
-    """
-
-    name = "certain"
-
-    def score(self, look: Look) -> Tensor:
-        if look.before is None:
-            return torch.full(look.state.h_BTD.shape[:2], NEVER)
-        moved_BTV = look.logits_BTV.float() - look.before.logits_BTV.float()
-        moved_BT = (moved_BTV - moved_BTV.mean(-1, keepdim=True)).abs().amax(-1)
-        return look.margin_BT / (2 * moved_BT * max(look.num_loops - look.k, 1)).clamp(min=1e-30)
-
-
-@dataclass(frozen=True)
-class Probe(Rule):
-    """w_k·h_k/‖h_k‖_rms + b_k: a linear map of the state's direction, fitted on text of its own; d products a check."""
-
-    weights_KD: Sequence[Sequence[float]]
-    """One row for every loop but the last."""
-    biases_K: Sequence[float]
-    name: ClassVar[str] = "probe"
-
-    @cached_property
-    def _weights(self) -> Tensor:
-        return torch.tensor(self.weights_KD)
-
-    def score(self, look: Look) -> Tensor:
-        h_BTD = look.state.h_BTD.float()
-        inverse_BT = h_BTD.square().mean(-1).clamp(min=1e-30).rsqrt()
-        return (h_BTD @ self._weights[look.k - 1].to(h_BTD.device)) * inverse_BT + self.biases_K[look.k - 1]
-
-
-RULES: dict[str, type[Rule]] = {
-    rule.name: rule
-    for rule in (Fixed, Margin, MaxProbability, Entropy, Divergence, StateDifference, Cosine, Gate, Certain)
-}
-"""Rules that need nothing but a threshold; a probe is fitted first."""
-
-
-def rule_of(name: str, flag: str = "halting") -> Rule:
-    """The rule of that name; `flag` is where it was named."""
-    if name == Probe.name:
-        raise ConfigError.of(
-            flag, name, "is fitted to a model: `loopscope calibrate TARGET --rule probe -o policy.json` writes it"
-        )
-    if name not in RULES:
-        raise ConfigError.of(flag, name, suggest(name, (*RULES, Probe.name)))
-    return RULES[name]()
-
-
-def parse_halting(text: str, flag: str = "halting") -> Halting:
-    """RULE:THRESHOLD, as in margin:2.5, or a policy file that `loopscope calibrate` wrote."""
-    if text.endswith(".json"):
-        return read_policy(Path(text), flag)
-    name, _, number = text.partition(":")
-    try:
-        threshold = float(number)
-    except ValueError:
-        threshold = float("nan")
-    if threshold != threshold:
-        raise ConfigError.of(flag, text, f"expected a policy.json or RULE:THRESHOLD; rules: {', '.join(RULES)}")
-    return Halting(rule_of(name, flag), threshold)
-
-
-def read_policy(path: Path, flag: str = "halting") -> Halting:
-    """The rule and threshold of a policy file; a threshold of null never leaves."""
-    problems: Problems = {}
-    found = read_json(path, problems)
-    if found is None:
-        why = problems.get(path.name, "no such file").removesuffix(" and is left out")
-        raise no_policy(path, why, flag)
-    try:
-        return _policy(found)
-    except ValueError as error:
-        why = f"is not a policy that `loopscope calibrate` wrote: {error}"
-        raise ConfigError.of(flag, str(path), why) from None
-
-
-def _policy(found: dict[str, Any]) -> Halting:
-    """A policy as its file holds it; a ValueError says what is not as it was written."""
-    if found.get("schema_version") != POLICY_VERSION:
-        raise ValueError(f"schema_version is not {POLICY_VERSION}")
-    threshold = finite(found.get("threshold"))
-    if threshold is None and ("threshold" not in found or found["threshold"] is not None):
-        raise ValueError("threshold is neither a number nor null")
-    fill = next((each for each in FILLS if each == found.get("fill", FILLS[0])), None)
-    if fill is None:
-        raise ValueError(f"fill is none of {', '.join(FILLS)}")
-    num_loops, width = (_count(found, name, most) for name, most in (("num_loops", MOST_LOOPS), ("width", MOST_WIDTH)))
-    name = str(found.get("rule"))
-    rule = _probe(found.get("probe"), num_loops, width) if name == Probe.name else rule_of(name)
-    return Halting(rule, float("inf") if threshold is None else threshold, fill, num_loops, width)
-
-
-def _count(found: dict[str, Any], name: str, most: int) -> int | None:
-    """A whole number from 1 to `most`, or None where there is none."""
-    count = integer(found.get(name))
-    if found.get(name) is not None and (count is None or not 1 <= count <= most):
-        raise ValueError(f"{name} is not a whole number from 1 to {most:,}")
-    return count
-
-
-def _probe(found: object, num_loops: int | None, width: int | None) -> Probe:
-    """One row of `width` finite weights and a bias for every loop but the last."""
-    match found:
-        case {"weights": [*rows], "biases": [*biases]} if num_loops is not None and width is not None:
-            weights_KD = [[finite(each) for each in row] for row in rows if isinstance(row, list) and len(row) == width]
-            biases_K = [finite(each) for each in biases]
-            if len(rows) == len(weights_KD) == len(biases_K) == num_loops - 1:
-                finite_KD = [[each for each in row if each is not None] for row in weights_KD]
-                finite_K = [each for each in biases_K if each is not None]
-                if finite_KD == weights_KD and finite_K == biases_K:
-                    return Probe(finite_KD, finite_K)
-    raise ValueError("probe is not a row of width finite weights and a bias for every loop but the last")
 
 
 @dataclass(frozen=True)
@@ -330,6 +44,13 @@ class Halting:
     """The full depth it was calibrated at; None where it was not."""
     width: int | None = None
     """Of the states it was calibrated on; None where it was not."""
+
+    @classmethod
+    def of_policy(cls, policy: Policy, flag: str) -> Halting:
+        """What a policy file says; a ValueError says what is missing there."""
+        threshold = math.inf if policy.threshold is None else policy.threshold
+        rule = rule_named(policy.rule, flag).of_policy(policy)
+        return cls(rule, threshold, policy.fill, policy.num_loops, policy.width)
 
     def check_fits(self, model: Cached, num_loops: int) -> None:
         """Refuse a policy that was calibrated on a model of another depth or width, or whose fill this one lacks."""
@@ -347,8 +68,36 @@ class Halting:
     def leaves(self, look: Look) -> Tensor:
         """Leaving_BT: who leaves at this loop."""
         if look.k >= look.num_loops:
-            return torch.ones(look.state.h_BTD.shape[:2], dtype=torch.bool, device=look.state.h_BTD.device)
+            return look.same(1).bool()
         return self.rule.score(look) >= self.threshold
+
+
+def parse_halting(text: str, flag: str = "halting") -> Halting:
+    """RULE:THRESHOLD, as in margin:2.5, or a policy file that `loopscope calibrate` wrote."""
+    if text.endswith(".json"):
+        return read_policy(Path(text), flag)
+    name, _, number = text.partition(":")
+    try:
+        threshold = float(number)
+    except ValueError:
+        threshold = math.nan
+    if math.isnan(threshold):
+        names = ", ".join(name for name, kind in RULES.items() if not kind.is_fitted)
+        raise ConfigError.of(flag, text, f"expected a policy.json or RULE:THRESHOLD; rules: {names}")
+    return Halting(rule_of(name, flag), threshold)
+
+
+def read_policy(path: Path, flag: str = "halting") -> Halting:
+    """The rule and threshold of a policy file."""
+    try:
+        return Halting.of_policy(decode(read_bytes(path, MOST_JSON_BYTES), Policy), flag)
+    except FileNotFoundError:
+        raise no_policy(path, "no such file", flag) from None
+    except OSError as error:
+        raise no_policy(path, f"cannot be read: {error.strerror}", flag) from None
+    except ValueError as error:  # a MisfitError, or what a rule lacks
+        why = f"is not a policy that `loopscope calibrate` wrote: {error}"
+        raise ConfigError.of(flag, str(path), why) from None
 
 
 # --- on known text, all tokens at once -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ r_n that of reading n tokens out, the time of a token is
 
 and what runs follows from a and t as they are measured, corrected by what tokens of each kind of plan really took.
 Greedy output is that of plain decoding, but for rounding: a token's logits change in their last digits with the shape
-of the batch it is in. Sampled output has the distribution of plain decoding exactly (`sampling.accept`).
+of the batch it is in. Sampled output has the distribution of plain decoding exactly (`decoding.accept`).
 
 Shape legend: V vocabulary, K loops.
 """
@@ -37,13 +37,14 @@ from loopscope.inference.cache import CachePolicy, CacheView, KVCache
 from loopscope.inference.decoding import (
     Continuation,
     Limits,
+    Sampling,
     Token,
+    accept,
     check_finite,
     device_of,
     last_logits,
     logprob,
 )
-from loopscope.inference.sampling import Sampling, accept
 from loopscope.protocol import Cache, Cached, LinearReadout, LoopState, MixedDepths
 
 LOOKED_AT = 12

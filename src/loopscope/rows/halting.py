@@ -7,9 +7,7 @@ text. Imports torch: only the process of a row needs it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 from torch import Tensor
 
@@ -17,11 +15,11 @@ from loopscope.data.corpora import Split
 from loopscope.data.stream import evaluation_batches
 from loopscope.inference.decoding import device_of
 from loopscope.inference.gates import READS, examples, fit_gate, gate_loss, saturation
-from loopscope.inference.halting import Rule
+from loopscope.inference.rules import Rule
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
-from loopscope.readings import CalibratedHalting, Exits, Gate, GatedLoop
+from loopscope.results.halting import CalibratedHalting, Calibration, ExitShare, Gate
 from loopscope.targets import Opened
-from loopscope.verbs.calibration import Calibration, calibrate
+from loopscope.verbs.calibration import calibrate
 from loopscope.verbs.text import Say, tokens_for
 
 RULE, MAX_PPL_INCREASE, CONFIDENCE = "margin", 0.01, 0.95
@@ -46,7 +44,6 @@ def measure_halting(opened: Opened, step: int, say: Say) -> CalibratedHalting:
             f"nothing can be promised: {found.units['calibration']} calibration units of {found.unit_tokens} tokens "
             f"are too few, {found.units_needed} would do for a rule that changes nothing"
         )
-    threshold = certificate.threshold
     return CalibratedHalting(
         step=step,
         num_loops=found.num_loops,
@@ -54,17 +51,17 @@ def measure_halting(opened: Opened, step: int, say: Say) -> CalibratedHalting:
         rule=RULE,
         max_ppl_increase=MAX_PPL_INCREASE,
         confidence=CONFIDENCE,
-        units={name: float(count) for name, count in found.units.items()},
+        units=found.units,
         units_needed=found.units_needed,
-        threshold=threshold if threshold is not None and math.isfinite(threshold) else None,
+        threshold=certificate.threshold,
         p_value=certificate.p_value,
         ppl_increase=certificate.ppl_increase,
         mean_loops=certificate.mean_loops,
         fixed_depth=found.fixed.threshold,
-        unit_loops=list(certificate.unit_loops),
-        exits=[Exits(k, share) for k, share in certificate.exits.items()],
-        gates=[] if missing or found.num_loops < 2 else _gates(opened, say),
-        notes=list(found.notes),
+        unit_loops=certificate.unit_loops,
+        exits=tuple(ExitShare(k, share) for k, share in certificate.exits.items()),
+        gates=() if missing or found.num_loops < 2 else _gates(opened, say),
+        notes=found.notes,
         reason=missing,
     )
 
@@ -81,7 +78,7 @@ def _calibrated(opened: Opened, rules: Sequence[str | Rule], say: Say) -> Calibr
     )
 
 
-def _gates(opened: Opened, say: Say) -> list[Gate]:
+def _gates(opened: Opened, say: Say) -> tuple[Gate, ...]:
     """The same gate on h and on norm(h), watched far beyond the loops it was trained on."""
     seen = examples(opened.model, _text(opened, "train", GATE_TOKENS, say))
     unseen = examples(opened.model, _text(opened, SPLIT, GATE_TOKENS // 4, say), loops=WATCHED)
@@ -98,10 +95,10 @@ def _gates(opened: Opened, say: Say) -> list[Gate]:
                 constant_loss=constant,
                 mean_loops=found.certificates[0].mean_loops,
                 fixed_depth=found.fixed.threshold,
-                loops=[GatedLoop(**asdict(each)) for each in saturation(gate, unseen)],
+                loops=saturation(gate, unseen),
             )
         )
-    return gates
+    return tuple(gates)
 
 
 def _text(opened: Opened, split: Split, tokens: int, say: Say) -> Iterator[Tensor]:

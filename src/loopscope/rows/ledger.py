@@ -13,8 +13,9 @@ from pathlib import Path
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
 from loopscope.files import Problems, read_as
-from loopscope.readings import Audit, CalibratedHalting
+from loopscope.readings import Audit
 from loopscope.results.evaluation import Evaluation
+from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import read_record, write_record
 from loopscope.results.run import MANIFEST_FILE, ROW_FILE, LoggedStep, Manifest, RowRecord, RowState, last_step
 from loopscope.rows.probe import has_probe, told_problems
@@ -132,9 +133,8 @@ def is_measured(folder: Path, spec: RowSpec) -> bool:
 
 def is_calibrated(folder: Path, spec: RowSpec) -> bool:
     """Whether there is a whole halting.json of the row's last step."""
-    problems: Problems = {}
-    found = read_as(folder / "halting.json", CalibratedHalting.from_json, problems)
-    return found is not None and not problems and found.is_whole and found.step == spec.config.training.steps
+    found = read_record(folder / "halting.json", CalibratedHalting, {})
+    return found is not None and found.step == spec.config.training.steps
 
 
 def is_evaluated(folder: Path, spec: RowSpec) -> bool:

@@ -34,8 +34,8 @@ from loopscope.errors import (
 )
 from loopscope.files import folder_written_whole, write_json
 from loopscope.machine import limit_cpu_isa
-from loopscope.readings import CalibratedHalting
 from loopscope.results.evaluation import Evaluation
+from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import write_record
 from loopscope.results.run import ROW_FILE, Logged, LoggedEvent, RowRecord
 from loopscope.rows.ledger import (
@@ -297,7 +297,7 @@ def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
             result = measure_halting(opened, steps, say)
         except (ConfigError, DataError, UnsupportedError) as error:
             result = CalibratedHalting(step=steps, num_loops=loops, reason=str(error))
-    write_json(run.path / "halting.json", result.to_json())
+    write_record(run.path / "halting.json", result)
 
 
 def probe_row(spec: RowSpec, run: RunFolder, problems: dict[str, str]) -> None:

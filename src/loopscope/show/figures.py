@@ -272,15 +272,14 @@ def certified(groups: Sequence[Group]) -> Chart:
     marks, rows, bounds = [], [], set()
     for group, run in each_run(groups):
         found = run.calibrated
-        for each in [] if found is None else found.rules:
+        for each in () if found is None else found.every:
             if each.mean_loops is not None and each.ppl_increase is not None and found is not None:
                 marks.append(Line(group, run, [each.mean_loops], [100 * each.ppl_increase], each.rule))
                 bounds.add((found.max_ppl_increase, found.confidence))
                 figures = (each.threshold, each.mean_loops, each.ppl_increase, each.tokens_per_second)
                 rows.append([marks[-1].label, *figures])
     x, y = Axis("loops a token"), Axis("increase of perplexity, %")
-    promised = [bound for bound, _ in bounds if bound is not None]
-    levels = [level(y, 100 * promised[0], "allowed")] if len(bounds) == 1 and promised else []
+    levels = [level(y, 100 * bound, "allowed") for bound, _ in bounds] if len(bounds) == 1 else []
     return Chart(
         name="certified",
         title="Halting rules at the same bound",

@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from loopscope.files import file_written_whole
-from loopscope.readings import AuditedLoop, Gate, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
+from loopscope.readings import AuditedLoop, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
+from loopscope.results.halting import Gate
 from loopscope.results.ouro import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord, ReadoutKind
 from loopscope.results.scaling import ScalingRecord
 from loopscope.results.thresholds import SATURATED_LOGIT

@@ -423,7 +423,7 @@ def mean_loops(row: Run, split: str | None = None) -> float | None:
 
 def loops_saved(row: Run, split: str | None = None) -> float | None:
     """Loops a token that the calibrated rule saves beyond the smallest certified fixed depth."""
-    return row.halting.saved if row.halting and row.halting.is_whole else None
+    return row.halting.saved if row.halting else None
 
 
 def saved_interval(row: Run) -> tuple[float, float] | None:
@@ -431,7 +431,7 @@ def saved_interval(row: Run) -> tuple[float, float] | None:
     found = row.halting
     if found is None or loops_saved(row) is None or found.fixed_depth is None:
         return None
-    return bootstrap([found.fixed_depth - loops for loops in found.unit_loops if loops is not None])
+    return bootstrap([found.fixed_depth - loops for loops in found.unit_loops])
 
 
 def is_adaptive(row: Run) -> bool:

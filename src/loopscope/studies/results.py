@@ -108,8 +108,7 @@ def _checked(run: Run) -> Run:
     _refuse(run, "config.yaml", "" if run.config else "is not there")
     _refuse(run, "manifest.json", "" if (Path(run.folder) / "manifest.json").is_file() else "is not there")
     _refuse(run, "eval.json", "" if is_evaluated else "has no step, tokenizer or scores")
-    is_told = run.halting is None or run.halting.is_whole
-    _refuse(run, "halting.json", "" if is_told else "says neither what was saved nor why that is not known")
+    _refuse(run, "halting.json", "")
     for name, audit in audits.items():
         is_whole = audit is None or (audit.verdict and audit.loops)
         _refuse(run, name, "" if is_whole else "has no verdict or no loops")

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from loopscope.config import Config, ModelConfig
-from loopscope.files import Part, read_as, without_nan
+from loopscope.files import read_as, without_nan
 from loopscope.readings import Audit, driven_by_training
 from loopscope.results.evaluation import Evaluation, Split
+from loopscope.results.halting import Policy
 from loopscope.results.record import read_record
 from loopscope.results.run import DataRecord
 from loopscope.show.numbers import fold
@@ -46,7 +47,7 @@ class Card:
             self._training(),
             "" if self.audit is None else _audited(self.audit),
             "" if self.evaluation is None else _frontier(self.evaluation),
-            "" if self.policy is None else self.policy.to_markdown(),
+            "" if self.policy is None else _halting(self.policy),
         ]
         return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -90,50 +91,12 @@ class Card:
         return "## Training\n\n" + "\n".join(lines) if lines else ""
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A halting policy of `loopscope calibrate`, as far as its file can be read."""
-
-    rule: str
-    threshold: float | None
-    num_loops: int | None
-    max_ppl_increase: float | None
-    confidence: float | None
-    mean_loops: float | None
-
-    @classmethod
-    def from_json(cls, part: Part) -> Policy:
-        """What can be read of a policy file."""
-        promise, test = part.part("promise"), part.part("test")
-        return cls(
-            part.text("rule"),
-            part.number("threshold"),
-            part.integer("num_loops"),
-            promise.number("max_ppl_increase"),
-            promise.number("confidence"),
-            test.number("mean_loops"),
-        )
-
-    def to_markdown(self) -> str:
-        """The rule, what it promises and what it saves."""
-        threshold = "never" if self.threshold is None else f"{self.threshold:.4g}"
-        lines = [f"`policy.json`: a token leaves as soon as its {_inline(self.rule)} reaches {threshold}."]
-        if self.max_ppl_increase is not None and self.confidence is not None:
-            lines.append(
-                f"Certified: at most {self.max_ppl_increase:.3g} more perplexity with confidence {self.confidence:g}, "
-                "on teacher-forced text of the same kind."
-            )
-        if self.mean_loops is not None and self.num_loops is not None:
-            lines.append(f"Mean loops a token on test text: {self.mean_loops:.2f} of {self.num_loops}.")
-        return "## Halting\n\n" + "\n".join(lines)
-
-
 def read_results(folder: Path) -> tuple[Audit | None, Evaluation | None, Policy | None]:
     """audit.json, eval.json and policy.json of a folder, as far as they are there and can be read."""
     return (
         read_as(folder / "audit.json", Audit.from_json, {}),
         read_record(folder / "eval.json", Evaluation, {}),
-        read_as(folder / "policy.json", Policy.from_json, {}),
+        read_record(folder / "policy.json", Policy, {}),
     )
 
 
@@ -159,6 +122,20 @@ model.generate(**inputs, max_new_tokens=40, num_loops={num_loops})  # any depth
 
 Every verb of [loopscope](https://pypi.org/project/loopscope/) opens it, too: `loopscope audit FOLDER`,
 `loopscope eval hf:ORG/NAME --depths 1..{2 * num_loops}`."""
+
+
+def _halting(policy: Policy) -> str:
+    """The rule, what it promises and what it saves."""
+    threshold = "never" if policy.threshold is None else f"{policy.threshold:.4g}"
+    lines = [f"`policy.json`: a token leaves as soon as its {_inline(policy.rule)} reaches {threshold}."]
+    if (promise := policy.promise) is not None:
+        lines.append(
+            f"Certified: at most {promise.max_ppl_increase:.3g} more perplexity with confidence "
+            f"{promise.confidence:g}, on teacher-forced text of the same kind."
+        )
+    if policy.test is not None and policy.test.mean_loops is not None and policy.num_loops is not None:
+        lines.append(f"Mean loops a token on test text: {policy.test.mean_loops:.2f} of {policy.num_loops}.")
+    return "## Halting\n\n" + "\n".join(lines)
 
 
 def _audited(audit: Audit) -> str:

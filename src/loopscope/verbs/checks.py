@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +12,11 @@ from torch import nn
 from loopscope.adapters.transformers_lm import TransformersModel, is_pretrained_model
 from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.errors import ConfigError, ProtocolError
-from loopscope.inference.black_box import check_text_model
-from loopscope.inference.conformance import Conformance, check_looped
+from loopscope.inference.conformance import Progress, check_looped, check_text_model
 from loopscope.options import CheckOptions, chosen
 from loopscope.protocol import LoopedModel
+from loopscope.results.check import Conformance
 from loopscope.targets import Opened, is_factory, made_by_factory, of_made, open_target
-
-Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What `loopscope check` prints: what came of the checks, with whose they are."""
-
-    name: str
-    conformance: Conformance
-
-    def to_json(self) -> dict[str, Any]:
-        """As `loopscope check --json` prints it."""
-        return {"target": self.name, **self.conformance.to_json()}
 
 
 def check(
@@ -39,7 +25,7 @@ def check(
     *,
     progress: Progress = lambda what, share: None,
     **fields: Any,
-) -> Checked:
+) -> Conformance:
     """Whether cached is uncached, ragged is alone, depth n of a deeper run is a run of n, and so on; see docs/check.md.
 
     `target` is a word that names a model, what `loopscope.open` gave, a LoopedModel, or a causal language model of
@@ -57,10 +43,10 @@ def check(
             raise ConfigError.of("context", context, "a model of transformers does not refuse positions itself")
         network = made
         _bring(network, device)
-        return Checked(
-            name,
-            _at_its_widest(network, lambda: check_text_model(TransformersModel(network), seed=seed, progress=progress)),
+        found = _at_its_widest(
+            network, lambda: check_text_model(TransformersModel(network), seed=seed, progress=progress)
         )
+        return replace(found, target=name)
     with borrowed(network_of(made)):  # a model that was handed in is given back in the mode it was in
         opened = made if isinstance(made, Opened) else of_made(name, made)
         model, length = opened.model, opened.max_length if context is None else context
@@ -69,7 +55,7 @@ def check(
         def run() -> Conformance:
             return check_looped(model, opened.vocab_size, length, seed=seed, progress=progress)
 
-        return Checked(opened.name, _at_its_widest(network_of(model), run))
+        return replace(_at_its_widest(network_of(model), run), target=opened.name)
 
 
 def _bring(network: nn.Module | None, device: str | None) -> None:

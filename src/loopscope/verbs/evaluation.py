@@ -19,11 +19,10 @@ from loopscope.data.packing import SplitTokens
 from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
+from loopscope.inference.costs import DECODE, Way, policy_costs, time_depths
 from loopscope.inference.decoding import Limits, decode
 from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text, parse_halting
-from loopscope.inference.policy_costs import policy_costs
 from loopscope.inference.speculation import Speculator
-from loopscope.inference.speed import DECODE, Way, time_depths
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.options import EvaluateOptions, chosen
 from loopscope.protocol import Cached, LoopedModel, run_loops

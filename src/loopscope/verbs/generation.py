@@ -14,11 +14,20 @@ from torch import nn
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError
 from loopscope.inference.cache import CachePolicy
-from loopscope.inference.decoding import ALL_EXACT, Continuation, Limits, Policies, Runner, Token, decode, runner_for
+from loopscope.inference.decoding import (
+    ALL_EXACT,
+    Continuation,
+    Limits,
+    Policies,
+    Runner,
+    Sampling,
+    TextStream,
+    Token,
+    decode,
+    runner_for,
+)
 from loopscope.inference.halting import HaltingRunner, parse_halting
-from loopscope.inference.sampling import Sampling
 from loopscope.inference.speculation import PLAIN, Speculator, Tally, parse_plan
-from loopscope.inference.text import TextStream
 from loopscope.machine import check_bf16_products
 from loopscope.options import GenerateOptions, chosen
 from loopscope.protocol import Cached
