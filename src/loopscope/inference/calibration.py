@@ -21,7 +21,7 @@ import numpy as np
 CLIP = 5.0
 """Units' losses are clipped to so many times the bound. Clipping from below is conservative."""
 SHARE_OF_MOST = 0.75
-"""Largest bet, as a share of the one that a single unit could lose altogether."""
+"""Largest bet, as a share of the one that a single unit could lose altogether: wealth that is gone never comes back."""
 
 REGROUPINGS = 999
 """Random regroupings that article means are compared with; p-values are then multiples of 0.001."""

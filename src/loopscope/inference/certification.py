@@ -151,7 +151,8 @@ def dealt(units: Sequence[Unit], seed: int) -> dict[str, list[Unit]]:
 # --- certificates ----------------------------------------------------------------------------------------------------
 
 CANDIDATES = 24
-"""Thresholds that are proposed: quantiles of the score on the fit split, besides "never"."""
+"""Thresholds that are proposed: quantiles of the score on the fit split, besides "never". Each that is tested costs a
+pass over the calibration text."""
 ROWS = 64
 """Windows that are run at a time."""
 ALIKE = 0.05

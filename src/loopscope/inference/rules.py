@@ -94,9 +94,9 @@ class Look:
         """Of some rows; what has been computed comes along."""
         before = None if self.before is None else self.before.take(rows)
         chosen = Look(self.model, self.state.take(rows), self.k, self.num_loops, self.cache, before)
-        for name in ("features_BTD", "logits_BTV", "logprobs_BTV", "margin_BT", "stay_BT"):
-            if name in self.__dict__:
-                chosen.__dict__[name] = self.__dict__[name][rows]
+        for name, value in vars(self).items():
+            if isinstance(getattr(type(self), name, None), cached_property):
+                vars(chosen)[name] = value[rows]
         return chosen
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 
 import loopscope as ls
-from loopscope.inference.gates import Examples, LinearGate, examples, fit_gate, gate_loss, saturation
 from loopscope.inference.halting import Halting, halt_on_text
+from loopscope.rows.halting import Examples, LinearGate, examples, fit_gate, gate_loss, saturation
 
 WIDTH, TOKENS, LOOPS = 32, 4000, 4
 
