@@ -9,6 +9,7 @@ from loopscope.cli import parse
 from loopscope.errors import ConfigError
 from loopscope.options import (
     AuditOptions,
+    CalibrateOptions,
     CheckOptions,
     ConvertOptions,
     EvaluateOptions,
@@ -24,6 +25,8 @@ WRONG = [
     ("audit preset:demo", AuditOptions, {"loops": 0}, "loops = 0: must be at least 1 (flag --loops)"),
     ("eval run", EvaluateOptions, {"length": 0}, "length = 0: must be at least 1 (flag --length)"),
     ("eval run", EvaluateOptions, {"batch": 0}, "batch = 0: must be at least 1 (flag --batch)"),
+    ("calibrate run", CalibrateOptions, {"confidence": 0.3}, "confidence = 0.3: must be at least 0.5 and below 1"),
+    ("calibrate run", CalibrateOptions, {"verify": -1}, "verify = -1: must not be negative (flag --verify)"),
     ("remedy run", RemedyOptions, {"steps": 0}, "steps = 0: must be at least 1 (flag --steps)"),
     ("convert run out", ConvertOptions, {"to": "loopscope", "push": "org/it"}, "push = 'org/it': the hub takes"),
     ("generate run A", GenerateOptions, {"top_p": 1.5}, "top_p = 1.5: must be above 0 and at most 1 (flag --top-p)"),

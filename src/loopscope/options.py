@@ -333,3 +333,44 @@ class ScalingOptions:
             if not 1 <= getattr(self, name) <= 100_000:
                 raise ConfigError.of(name, getattr(self, name), "must be between 1 and 100,000")
         check_not_negative(self, "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """Which halting rules, what they may cost, and the text that has to show it."""
+
+    rules: Annotated[tuple[str, ...], tyro.conf.arg(name="rule")] = ("margin",)
+    """Halting rules by name (docs/halting.md), or all that the model can be asked. Several share what may go
+    wrong between them."""
+    max_ppl_increase: float = 0.01
+    """What leaving early may cost: 0.01 is 1 % of perplexity."""
+    confidence: float = 0.95
+    """How sure the promise is."""
+    data: tuple[str, ...] | None = None
+    """Text to calibrate on instead of the target's validation split."""
+    tokenizer: str | None = None
+    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    max_units: int = 400
+    """At most so many units of text, of as many articles as there are."""
+    unit_tokens: int = 512
+    """Tokens of a unit: whole windows of one article. Of a task a unit is 8 instances, answers only."""
+    fill: Literal["copy", "project"] = "copy"
+    """What a token that has left shows to later ones at deeper loops: copies of the keys and values of its exit, or
+    those that the layers' maps make of the state it left with."""
+    verify: int = 0
+    """Calibrate so often again, on articles drawn anew, and count how often the promise held."""
+    speed: bool = False
+    """Time decoding of test text under every certified rule and at full depth, in turns."""
+    seed: int = 0
+    """Of how articles are dealt to fit, calibration and test."""
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise ConfigError.of("rule", self.rules, "name at least one (docs/halting.md), or all")
+        if not 0 < self.max_ppl_increase < math.inf:
+            raise ConfigError.of("max_ppl_increase", self.max_ppl_increase, "must be above 0, as 0.01 for 1 %")
+        if not 0.5 <= self.confidence < 1:
+            raise ConfigError.of("confidence", self.confidence, "must be at least 0.5 and below 1")
+        check_at_least(self, 1, "max_units", "unit_tokens")
+        check_one_of(self, "fill", ("copy", "project"))
+        check_not_negative(self, "verify", "seed")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 from tyro.conf import Positional
 
-from loopscope.checks import check_not_negative
 from loopscope.cli.terminal import bar, print_tables, print_text, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
-from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK
+from loopscope.options import CalibrateOptions
 from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_tokenizer, check_word
 
@@ -24,40 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate(
-    Verb, command="calibrate", example=("calibrate runs/NAME", "leave loops out, with a bound on what that costs")
+    CalibrateOptions,
+    Verb,
+    command="calibrate",
+    example=("calibrate runs/NAME", "leave loops out, with a bound on what that costs"),
 ):
     """Flags of `loopscope calibrate`."""
 
     target: Positional[str]
     """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
     file, or package.module:factory."""
-    rule: tuple[str, ...] = ("margin",)
-    """Halting rules by name (docs/halting.md), or all that the model can be asked. Several share what may go
-    wrong between them."""
-    max_ppl_increase: float = 0.01
-    """What leaving early may cost: 0.01 is 1 % of perplexity."""
-    confidence: float = 0.95
-    """How sure the promise is."""
-    data: tuple[str, ...] | None = None
-    """Text to calibrate on instead of the target's validation split."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
     dtype: str | None = None
     """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
     weights are opened in float32, and everything else as it is."""
-    max_units: int = 400
-    """At most so many units of text, of as many articles as there are."""
-    unit_tokens: int = 512
-    """Tokens of a unit: whole windows of one article. Of a task a unit is 8 instances, answers only."""
-    fill: Literal["copy", "project"] = "copy"
-    """What a token that has left shows to later ones at deeper loops: copies of the keys and values of its exit, or
-    those that the layers' maps make of the state it left with."""
-    verify: int = 0
-    """Calibrate so often again, on articles drawn anew, and count how often the promise held."""
-    speed: bool = True
-    """Time decoding of test text under every certified rule and at full depth, in turns."""
-    seed: int = 0
-    """Of how articles are dealt to fit, calibration and test."""
+    speed: bool = True  # who looks at a table wants to see it; a script would wait for nothing
     out: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the certified rule with the fewest loops to this file, for `generate --halting`."""
     json: bool = False
@@ -75,38 +55,18 @@ examples:
   loopscope calibrate runs/nano --rule probe --fill project -o policy.json
   loopscope generate runs/nano "The river" --halting policy.json --show-loops"""
 
-    def __post_init__(self) -> None:
-        check_not_negative(self, "seed")
-
     def run(self) -> int:
         """Calibrate and print."""
         check_word(self.target)
         check_tokenizer(self.tokenizer)
         check_sources(self.data or ())
-        if self.max_units < 1 or self.verify < 0:
-            raise ConfigError.of("max_units", self.max_units, "must be at least 1, and --verify not negative")
         from loopscope.results.record import text_of, write_record
         from loopscope.targets import open_target
         from loopscope.verbs.calibration import calibrate, keep_calibration, policy_of
 
         with progress(self.target) as advance:
             opened = open_target(self.target, dtype=self.dtype)
-            found = calibrate(
-                opened,
-                rules=self.rule,
-                max_ppl_increase=self.max_ppl_increase,
-                confidence=self.confidence,
-                data=self.data,
-                tokenizer=self.tokenizer,
-                max_units=self.max_units,
-                unit_tokens=self.unit_tokens,
-                fill=self.fill,
-                verify=self.verify,
-                speed=self.speed,
-                seed=self.seed,
-                say=say,
-                progress=advance,
-            )
+            found = calibrate(opened, self, say=say, progress=advance)
         best = found.best
         if best is not None and self.out is not None:
             write_record(Path(self.out), policy_of(found, best))

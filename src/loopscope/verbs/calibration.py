@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +36,11 @@ from loopscope.inference.certification import (
     of_articles,
 )
 from loopscope.inference.decoding import device_of
-from loopscope.inference.rules import RULES, Fixed, Probe, Rule, rule_named, rules_for
+from loopscope.inference.rules import Fixed, Probe, Rule, rule_named, rules_for
+from loopscope.options import CalibrateOptions, chosen
 from loopscope.protocol import Cached, ProjectedKeys, run_loops
 from loopscope.readings import Audit
-from loopscope.results.halting import Calibration, Certificate, Fill, OnTest, Policy, Promise
+from loopscope.results.halting import Calibration, Certificate, OnTest, Policy, Promise
 from loopscope.results.record import write_record
 from loopscope.results.thresholds import HALVED
 from loopscope.targets import Opened, open_target
@@ -56,74 +57,55 @@ ABOUT = {
 
 def calibrate(
     target: str | Path | Opened,
+    options: CalibrateOptions | None = None,
     *,
-    rules: Sequence[str | Rule] = ("margin",),
-    max_ppl_increase: float = 0.01,
-    confidence: float = 0.95,
-    data: Sequence[str] | None = None,
-    tokenizer: str | None = None,
-    max_units: int | None = 400,
-    unit_tokens: int = UNIT_TOKENS,
-    fill: Fill = "copy",
-    verify: int = 0,
-    speed: bool = False,
-    seed: int = 0,
     say: Say = lambda text: None,
     progress: OnProgress = lambda what, share: None,
+    **fields: Any,
 ) -> Calibration:
-    """The furthest threshold of each rule that costs at most `max_ppl_increase` with this confidence.
+    """The furthest threshold of each rule that costs at most so much perplexity, with so much confidence.
 
-    A rule is named, or one of your own that was fitted on other text. Several rules share δ equally, so that all their
-    promises hold at once and any of them may be chosen. `verify` recalibrates so often on articles drawn again from
-    calibration and test, and counts how often the promise held. `speed` times decoding of test text under every
-    certified rule and at full depth, in turns.
+    `fields` are those of CalibrateOptions. A rule is named, or one of your own that was fitted on other text. Several
+    rules share δ equally, so that all their promises hold at once and any of them may be chosen.
     """
-    if not 0 < max_ppl_increase < math.inf:
-        raise ConfigError.of("max_ppl_increase", max_ppl_increase, "must be above 0, as 0.01 for 1 %")
-    if not rules:
-        raise ConfigError.of("rule", rules, f"name at least one of {', '.join(RULES)}, or all")
-    if not 0.5 <= confidence < 1:
-        raise ConfigError.of("confidence", confidence, "must be at least 0.5 and below 1")
-    if unit_tokens < 1:
-        raise ConfigError.of("unit_tokens", unit_tokens, "must be at least 1")
-    if fill not in get_args(Fill):
-        raise ConfigError.of("fill", fill, f"expected one of {', '.join(get_args(Fill))}")
-    opened = with_tokenizer(open_target(target), tokenizer)
+    options = chosen(CalibrateOptions(), options, fields)
+    fill, verify, seed = options.fill, options.verify, options.seed
+    opened = with_tokenizer(open_target(target), options.tokenizer)
     model, num_loops = Cached.needed(opened.model, "halting on known text"), opened.model.num_loops
     if fill == "project":
         ProjectedKeys.needed(model, "the fill project")
     if num_loops < 2:
         raise ConfigError(f"{opened.name} has one loop: there is none to leave out")
-    asked = rules_for(opened.model) if "all" in rules else list(dict.fromkeys(rules))
+    asked = rules_for(opened.model) if "all" in options.rules else list(dict.fromkeys(options.rules))
     kinds = [rule if isinstance(rule, Rule) else rule_named(rule, "rule") for rule in asked]
-    text = units_of(opened, data, max_units, say, unit_tokens=unit_tokens, seed=seed)
+    text = units_of(opened, options.data, options.max_units, say, unit_tokens=options.unit_tokens, seed=seed)
     splits = dealt(text.units, seed)
-    bound, delta = math.log1p(max_ppl_increase), (1 - confidence) / len(kinds)
+    bound, delta = math.log1p(options.max_ppl_increase), (1 - options.confidence) / len(kinds)
     session = Certifier(model, num_loops, splits, bound=bound, fill=fill, seed=seed)
     made = [rule if isinstance(rule, Rule) else session.fitted(rule, opened.model) for rule in kinds]
     everything = [Fixed(), *made]
     for rule in everything:
         session.propose(rule)
     alike_p = session.look_for_likeness() if text.homes != "instances" else None
-    allowed, certificates = failures_allowed(verify, confidence) if verify else None, list[Certificate]()
+    allowed, certificates = failures_allowed(verify, options.confidence) if verify else None, list[Certificate]()
     for number, rule in enumerate(everything):
 
         def advance(what: str, share: float, rule: Rule = rule, number: int = number) -> None:
             progress(f"{rule.name}, {what}", (number + share) / len(everything))
 
         # The fixed depth is no choice among rules: it has the whole of 1 − confidence to itself.
-        found = session.certified(rule, delta if number else 1 - confidence, verify, advance)
+        found = session.certified(rule, delta if number else 1 - options.confidence, verify, advance)
         if found.verified is not None and allowed is not None:
             found = replace(found, passed=verify - found.verified <= allowed)
         certificates.append(found)
-    speeds = decoding_speeds(session, opened.model, certificates, everything, progress) if speed else {}
+    speeds = decoding_speeds(session, opened.model, certificates, everything, progress) if options.speed else {}
     fixed, *certificates = (replace(each, tokens_per_second=speeds.get(each.rule)) for each in certificates)
     ratio, whose = _scale_ratio(opened, session)
     calibration = Calibration(
         target=opened.name,
         num_loops=num_loops,
-        max_ppl_increase=max_ppl_increase,
-        confidence=confidence,
+        max_ppl_increase=options.max_ppl_increase,
+        confidence=options.confidence,
         units={name: len(units) for name, units in splits.items()},
         unit_tokens=text.unit_tokens,
         units_needed=units_needed(bound, delta),
