@@ -9,9 +9,10 @@ import pytest
 
 from loopscope.cli import main
 from loopscope.cli.audit import parse_supervised
-from loopscope.cli.terminal import progress, sparkline
+from loopscope.cli.terminal import progress
 from loopscope.config import Config, ModelConfig
 from loopscope.errors import ConfigError
+from loopscope.show.numbers import sparkline
 from loopscope.verbs.remedies import remedied
 
 QUICK = ["--states", "2", "--prefix", "6", "--tokens", "48", "--loops", "5"]

@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_package_with_its_page_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == ours
-    assert {"loopscope/py.typed", "loopscope/show/template.html", "loopscope/show/page.css"} < names
+    assert {"loopscope/py.typed", "loopscope/show/report.html", "loopscope/show/page.css"} < names
 
 
 def test_the_sdist_is_the_repository(sdist):

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ def quiet_and_quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         patch.setattr("loopscope.machine.git_state", lambda folder: None)  # git is a process, and not what is tested
-        patch.setattr("loopscope.show.page.plotly_script", lambda: "")  # 5 MB that come from no file
+        undrawn = SimpleNamespace(svg=lambda *charts: "", swatch=lambda style: "")  # tests/show/test_drawing.py draws
+        patch.setattr("loopscope.show.page.drawings", lambda: undrawn)
         yield
     logging.disable(logging.NOTSET)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,6 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on thi
 WAIT = 60_000
 """Milliseconds before a page that does not get there has failed; a busy machine takes its time. Scripts in the page
 have no limit in playwright, so the one that waits counts for itself; all else ends with the time limit of a test."""
-
-
-DRAW_ALL = """async wait => {
-  const charts = [...document.querySelectorAll('[data-chart]')], end = Date.now() + wait;
-  for (const chart of charts) {
-    chart.scrollIntoView();
-    while (!chart.dataset.drawn) {
-      if (Date.now() > end) throw new Error(`${chart.dataset.chart} was not drawn within ${wait} ms`);
-      await new Promise(done => setTimeout(done, 10));
-    }
-  }
-  return charts.map(chart => chart.dataset.chart);
-}"""
 
 
 class Tab:
@@ -48,20 +34,11 @@ class Tab:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(file.as_uri())
 
-    def draw_all(self) -> list[str]:
-        """Scroll to every chart, as a reader would, and give their names."""
-        return self.page.evaluate(DRAW_ALL, WAIT)
+    def charts(self) -> list[str]:
+        """The names of the charts."""
+        return self.page.eval_on_selector_all("[data-chart]", "all => all.map(chart => chart.dataset.chart)")
 
     def lines(self, chart: str) -> int:
-        """Lines and marks that are drawn in a chart."""
-        return self.page.locator(f'[data-chart="{chart}"] .scatterlayer .trace').count()
-
-    def hovered(self, chart: str) -> str:
-        """What is shown over the first mark of a chart."""
-        self.page.locator(f'[data-chart="{chart}"] .scatterlayer .trace .point').first.hover(force=True)
-        label = self.page.locator(f'[data-chart="{chart}"] .hoverlayer .hovertext')
-        label.wait_for()
-        return label.text_content()
-
-    def data(self) -> dict[str, Any]:
-        return json.loads(self.page.locator("#page-data").text_content())["charts"]
+        """Series that are seen in a chart."""
+        seen = "all => all.filter(each => getComputedStyle(each).display !== 'none').length"
+        return self.page.eval_on_selector_all(f'[data-chart="{chart}"] [data-group]', seen)

@@ -108,7 +108,7 @@ def test_growth_is_measured_against_the_untrained_state_and_to_thirty_loops():
     assert short.growth_beyond is None and cell("far", short) == ("finite to loop 12", "bad")
     overflown = replace(found, trained=replace(found.trained, norms=[1.0, 1e9, None]))
     assert cell("far", overflown) == ("finite to loop 2", "bad")
-    assert free_range_and_growth(overflown)[1] == float("inf"), "it has its place in the scatter all the same"
+    assert free_range_and_growth(overflown)[1] == float("inf"), "it has its place in the chart all the same"
     assert cell("far", replace(found, trained=None)) == ("–", "")
 
 

@@ -156,9 +156,8 @@ def test_the_frontier_does_not_take_the_noise_of_a_busy_machine_for_a_slow_condi
             each["tokens_per_second"] /= 3
 
     write_row(grid, "per-loop+raw", 42, change=busy)
-    figure = frontier(read_results(grid).view("paper"))
-    assert figure is not None
-    speeds = {tuple(line.get_xdata()) for line in figure.axes[0].get_lines()}
+    (chart,) = frontier(read_results(grid).view("paper"))
+    speeds = {tuple(series.xs) for series in chart.series}
     assert speeds == {(50_000, 25_000, 50_000 / 3, 12_500)}
 
 
@@ -174,7 +173,8 @@ def test_without_matplotlib_everything_else_is_made_and_a_sentence_says_what_is_
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "loopscope.studies.figures", raising=False)
+    for name in ("loopscope.studies.figures", "loopscope.show.drawing"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     said: list[str] = []
     publish(grid, said.append)
     assert "no figures: they need matplotlib" in said[0]

@@ -13,13 +13,14 @@ from tyro.conf import Positional
 
 from loopscope.checks import check_at_least
 from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
-from loopscope.cli.terminal import SCHEMA_VERSION, bar, print_tables, print_text, print_words, progress, say, sparkline
+from loopscope.cli.terminal import SCHEMA_VERSION, bar, print_tables, print_text, print_words, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.config import ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
 from loopscope.files import write_atomically, write_json
 from loopscope.options import AuditOptions, PushOptions, written
+from loopscope.show.numbers import sparkline
 from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_word
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -98,17 +98,6 @@ def interruptible(how_to_go_on: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_go_on) from None
-
-
-BARS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Numbers as a row of bars from the least to the largest; equal numbers make a flat line."""
-    low, high = min(values), max(values)
-    if not high - low > 1e-3 * max(abs(high), abs(low)):
-        return BARS[3] * len(values)
-    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in values)
 
 
 def bar(share: float, width: int) -> str:

@@ -2,8 +2,8 @@
 (() => {
   const body = document.querySelector(".matrix tbody");
   const rows = [...body.rows];
-  const marks = [...document.querySelectorAll("[data-mark]")];
-  const scatters = document.querySelectorAll("[data-scatter]");
+  const marks = [...document.querySelectorAll("[data-group]")];
+  const figures = document.querySelectorAll("figure[data-setting]");
   const filter = document.getElementById("filter");
   const sort = document.getElementById("sort");
   const turn = document.getElementById("turn");
@@ -27,8 +27,8 @@
       row.hidden = row.dataset.setting !== chosen() || !words.every((word) => text.includes(word));
       if (!row.hidden) kept.add(row.dataset.anchor);
     }
-    marks.forEach((mark) => (mark.style.display = kept.has(mark.dataset.mark) ? "" : "none")); // SVG has no hidden
-    scatters.forEach((figure) => (figure.hidden = figure.dataset.scatter !== chosen()));
+    marks.forEach((mark) => mark.classList.toggle("off", !kept.has(mark.dataset.group)));
+    figures.forEach((figure) => (figure.hidden = figure.dataset.setting !== chosen()));
     body.append(...[...rows].sort(sort.value ? compare : order));
     turn.textContent = rising ? "↓ smallest first" : "↑ largest first";
     for (const head of document.querySelectorAll("[data-column]")) {

@@ -1,25 +1,23 @@
-"""The page of an atlas: a matrix of designs × properties, a scatter, and the evidence behind every cell.
+"""The page of an atlas: a matrix of designs × properties, a chart, and the evidence behind every cell.
 
-One HTML file that opens offline: no library, no request to anywhere. What a file says is escaped, as on the report.
+In the frame of every page, with the same tables and charts as the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-from markupsafe import Markup
 
 from loopscope.designs import DESIGNS
 from loopscope.files import write_atomically
 from loopscope.readings import driven_by_training
-from loopscope.results.thresholds import FURTHEST
-from loopscope.show.drawing import Mark, lines, scatter, standalone_scatter
-from loopscope.show.numbers import fold, plain, signed
-from loopscope.show.page import HERE, content_policy, environment
-from loopscope.show.sections import VERDICTS
+from loopscope.results.thresholds import FURTHEST, TENFOLD
+from loopscope.show.chart import Axis, Chart, Level, Series, Style
+from loopscope.show.numbers import fold, plain, signed, sparkline
+from loopscope.show.page import drawings, framed
 from loopscope.show.table import Column, Table, columns
 from loopscope.studies.atlas_properties import (
     PROPERTIES,
@@ -32,7 +30,12 @@ from loopscope.studies.atlas_properties import (
 from loopscope.studies.atlas_record import FAR, AtlasRecord, Audited, Described, Entry, Setting, collect
 
 PAGE = "atlas.html"
-X_TITLE, Y_TITLE = "free range of the freest variable", f"growth of ‖h‖ to {FAR} loops"
+BEYOND = 100.0
+"""Growths above are drawn here: a runaway shall not flatten the rest."""
+FREE_TICKS = {1.0: "1", 10.0: "10", FURTHEST: "no limit"}
+GROWTH_TICKS = {1.0: "1", 10.0: "10", BEYOND: "≥ 100"}
+FREE = Axis("free range", "log", shows=tuple(FREE_TICKS), ticks=FREE_TICKS)
+GROWTH = Axis(f"growth of ‖h‖, {FAR} loops", "log", shows=(0.5, BEYOND), ticks=GROWTH_TICKS)
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Evidence:
     headline: str
     audits: list[tuple[str, str, Audited | None, Table]]
     """Part, title, audit, and its variables."""
-    norms: Markup
-    cosine: Markup
+    norms: Table
+    cosine: Table
     depths: Table
     answers: Table
     mends: Table
@@ -69,41 +72,34 @@ def publish(out: Path) -> AtlasRecord:
     record = collect(out, list(DESIGNS))
     for table in atlas_tables(record):
         table.write(out / "tables")
-    (out / "figures").mkdir(exist_ok=True)
     for setting in record.settings():
-        marks = marks_of(record, setting)
-        if marks:
-            drawn = standalone_scatter(marks, x_title=X_TITLE, y_title=Y_TITLE, furthest=FURTHEST, title=setting.title)
-            write_atomically(out / "figures" / f"scatter-{setting.key}.svg", drawn)
+        charts = free_and_growing(record, setting)
+        drawings().save(charts, out / "figures" / charts[0].name)
     write_atomically(out / PAGE, render(record))
     return record
 
 
 def render(record: AtlasRecord) -> str:
     """The page. The same record gives the same bytes."""
-    script = (HERE / "atlas.js").read_text("utf-8")
     settings = record.settings()
-    style = (HERE / "page.css").read_text("utf-8") + (HERE / "atlas.css").read_text("utf-8")
-    html = (
-        environment()
-        .get_template("atlas.html")
-        .render(
-            policy=content_policy([script]),
-            style=Markup(style),
-            script=Markup(script),
-            record=record,
-            properties=PROPERTIES,
-            settings=settings,
-            shown=next((each for each in settings if each.key == "modern"), settings[0] if settings else None),
-            matrix=matrix(record),
-            scatters=[(setting, _scatter(record, setting)) for setting in settings],
-            headlines=headlines(record),
-            evidence={design.name: evidence_of(record, design.name) for design in record.designs},
-            far=FAR,
-            tones=VERDICTS,
-        )
+    return framed(
+        "atlas",
+        f"{len(record.designs)} looped designs",
+        (
+            *(("main", "Matrix"), ("columns", "What the columns ask"), ("ranges", "Free range and growth")),
+            *(("designs", "Every design"), ("made", "How it was made")),
+        ),
+        styles=("page.css", "atlas.css"),
+        record=record,
+        properties=PROPERTIES,
+        settings=settings,
+        shown=next((each for each in settings if each.key == "modern"), settings[0] if settings else None),
+        matrix=matrix(record),
+        ranges=[(setting, free_and_growing(record, setting)) for setting in settings],
+        headlines=headlines(record),
+        evidence={design.name: evidence_of(record, design.name) for design in record.designs},
+        far=FAR,
     )
-    return html.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a file is no text
 
 
 def matrix(record: AtlasRecord) -> list[Line]:
@@ -145,21 +141,32 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def marks_of(record: AtlasRecord, setting: Setting) -> list[Mark]:
-    """A mark for every trained design whose free range and growth are known."""
-    made = []
-    for design in record.designs:
-        entry = record.entry(design.name, setting)
-        place = free_range_and_growth(entry) if entry else None
-        if entry is None or place is None:
-            continue
+def free_and_growing(record: AtlasRecord, setting: Setting) -> list[Chart]:
+    """How free the freest variable of every trained design is, and beside it how far its norm grows, where known.
+
+    The freest stand on top, and of those the ones that grow most: what is far to the right in both runs away unseen.
+    """
+    entries = [entry for design in record.designs if (entry := record.entry(design.name, setting)) is not None]
+    placed = sorted(
+        (place, n) for n, entry in enumerate(entries) if (place := free_range_and_growth(entry)) is not None
+    )
+    titles = {design.name: design.title for design in record.designs}
+    names = Axis("", ticks={float(y): titles[entries[n].design] for y, (_, n) in enumerate(placed)})
+    sides: tuple[list[Series], list[Series]] = ([], [])
+    for y, (place, n) in enumerate(placed):
+        entry = entries[n]
         blind = bool(entry.trained and entry.trained.blind)
-        made.append(Mark(design.title, *place, "bad" if blind else "good", entry.anchor))
-    return made
-
-
-def _scatter(record: AtlasRecord, setting: Setting) -> Markup:
-    return scatter(marks_of(record, setting), x_title=X_TITLE, y_title=Y_TITLE, furthest=FURTHEST)
+        style = Style(colour="c0" if blind else "c1", is_open=not blind, size=6.0)
+        for side, value in zip(sides, place, strict=True):
+            at = min(value, BEYOND) if side is sides[1] else value
+            label = f"{titles[entry.design]}: free range {fold(place[0])}, growth {plain(place[1])}"
+            mark = Series(label=label, xs=[at], ys=[float(y)], style=style, mode="marks", group=entry.anchor)
+            side.append(replace(mark, link=entry.anchor))
+    key = f"free-range-and-growth-{setting.key}"
+    title = f"{setting.title[0].upper()}{setting.title[1:]}"
+    free = Chart(name=key, title=title, x=FREE, y=names, series=sides[0], levels=[Level(TENFOLD, of="x")])
+    beside = replace(names, ticks=dict.fromkeys(names.ticks or (), ""))
+    return [free, Chart(name=key, title="", x=GROWTH, y=beside, series=sides[1], levels=[Level(1.0, of="x")])]
 
 
 # --- evidence --------------------------------------------------------------------------------------------------------
@@ -188,11 +195,9 @@ def _evidence(entry: Entry) -> Evidence:
                 ("trained", "The state after training", entry.trained),
             )
         ],
-        norms=lines(norms, "norm of the state"),
-        cosine=lines(
-            {"median cosine": probe.motion.median_cosine} if probe and probe.motion else {},
-            "cosine with the last loop",
-            log=False,
+        norms=_over_loops("norm of the state", norms),
+        cosine=_over_loops(
+            "cosine with the last loop", {"median cosine": probe.motion.median_cosine} if probe and probe.motion else {}
         ),
         depths=_depths_table(entry),
         answers=_answers_table(entry),
@@ -200,6 +205,17 @@ def _evidence(entry: Entry) -> Evidence:
         cache=_cache_table(entry),
         facts=_facts(entry),
     )
+
+
+def _over_loops(what: str, found: Mapping[str, Sequence[float | None]]) -> Table:
+    """Values after loops 1, 2, … as bars, with the first and the last; nothing of what was measured less than twice."""
+    rows = []
+    for name, values in found.items():
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        if len(known) > 1:
+            bars = sparkline([math.log(value) for value in known] if min(known) > 0 else known)
+            rows.append([name, known[0], bars, known[-1]])
+    return Table(what, ["", Column("loop 1", plain), "over loops", Column("the last", plain)], rows)
 
 
 def _headline(entry: Entry) -> str:

@@ -1,218 +1,278 @@
-"""Small drawings as SVG: a scatter with named marks, and lines over loops. Plain text, no script, no library.
+"""Charts drawn by matplotlib: figures of a record as SVG and PDF, charts of the page as SVG in the page's colours.
 
-Colours are classes (c0 … c7, ink, muted, grid) that the page's style sheet defines, so that light and dark are decided
-there. Every text of a file is escaped.
+The same numbers give the same bytes: no dates, fixed identifiers. On the page colours are variables of its style sheet,
+so that light, dark and paper are decided there and no script draws.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from html import escape
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
+import matplotlib as mpl
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis as DrawnAxis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator, SymmetricalLogLocator
 
+from loopscope.files import file_written_whole
+from loopscope.show.chart import Axis, Chart, Level, Series, Style
 from loopscope.show.numbers import plain
 
-WIDTH = 760
-LEFT, RIGHT, TOP = 64.0, 530.0, 50.0
-"""The plot; the names of what lies at its right end stand beside it."""
-LINE = 14.5
-"""From one name to the next."""
-BEYOND = 100.0
-"""Growths above are drawn on the upper edge with their value beside the name: a runaway shall not flatten the rest."""
-ROUND = (1, 2, 5)
-LEAST_SPAN = math.log10(4)
-"""Of a logarithmic line drawing, in decades: what hardly changes shall look flat."""
-STANDALONE = """
-text { font: 12px system-ui, sans-serif; fill: #1b1f24; } .title { font-weight: 650; } .muted { fill: #5a6370; }
-.grid { stroke: #e4e7eb; } .axis { stroke: #b9c0c9; } .level { stroke: #5a6370; } .leader { stroke: #b9c0c9; }
-circle { fill: #0068ad; stroke: #fff; } .mark text { paint-order: stroke; stroke: #fff; stroke-width: 3px; }
-.bad circle { fill: #c8500a; } .paper { fill: #fff; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6e9ed; } .muted { fill: #a3acb8; } .grid { stroke: #2c333b; } .axis { stroke: #4a535e; }
-  .level { stroke: #a3acb8; } .leader { stroke: #4a535e; }
-  circle { fill: #5fb4f5; stroke: #14171b; } .mark text { stroke: #14171b; }
-  .bad circle { fill: #ff9550; } .paper { fill: #14171b; }
+SETTINGS: dict[Any, Any] = {
+    "svg.hashsalt": "loopscope",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.titlesize": "medium",
+    "text.parse_math": False,  # a name with two dollars is a name
+    "grid.color": "#e4e7eb",
+    "legend.frameon": False,
 }
-"""
+NO_DATES: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+PAGE_COLOURS = {
+    name: f"#0b0b{number:02x}"
+    for number, name in enumerate(("ink", "muted", "rule", "grid", "paper", *(f"c{n}" for n in range(8))))
+}
+"""What matplotlib is given for the page's colours; in the SVG they become variables of the style sheet."""
+ON_PAGE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": ["DejaVu Sans"],
+    "font.size": 12,
+    "text.color": PAGE_COLOURS["ink"],
+    "axes.labelcolor": PAGE_COLOURS["ink"],
+    "axes.edgecolor": PAGE_COLOURS["rule"],
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "xtick.color": PAGE_COLOURS["rule"],
+    "ytick.color": PAGE_COLOURS["rule"],
+    "xtick.labelcolor": PAGE_COLOURS["ink"],
+    "ytick.labelcolor": PAGE_COLOURS["ink"],
+    "grid.color": PAGE_COLOURS["grid"],
+}
+ON_FILE = {"muted": "#666666", "c0": "#d55e00", "c1": "#0072b2"}
+"""The same names in a record."""
+WIDTH, HEIGHT = 6.0, 4.0
+"""Of a chart on the page, in inches: so narrow that its words can still be read where it is 400 pixels wide."""
+FILE_WIDTHS, FILE_HEIGHT = (8.0, 10.5, 11.5), 4.1
+"""Of one, two and three charts in a file."""
+NAME_HEIGHT = 0.21
+"""Inches from one name beside the frame to the next."""
+PART = re.compile(r"(?P<kind>line|marks)-(?P<panel>\d+)-(?P<number>\d+)")
+"""What the parts of a drawing are called in it that belong to a series."""
+SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A point of the scatter."""
-
-    name: str
-    x: float
-    y: float
-    tone: str
-    """bad or good: also told by its place, never by colour alone."""
-    link: str
+# --- in a file -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LogAxis:
-    """A logarithmic axis between two ends of a drawing."""
-
-    title: str
-    low: float
-    high: float
-    start: float
-    end: float
-    last: str = ""
-    """What the highest tick is called instead of its number."""
-
-    def place(self, value: float) -> float:
-        """Where a value lies, cut at the ends."""
-        share = (math.log10(value) - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
-        return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 2)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Powers of ten, or 1, 2, 5 where there are few of them."""
-        low, high = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-        found = [10.0**power for power in range(low, high + 1)]
-        if len(found) < 3:
-            powers = range(low - 1, high + 1)
-            found = [digit * 10.0**power for power in powers for digit in ROUND]
-            found = [value for value in found if self.low <= value * 1.0001 and value <= self.high * 1.0001]
-        every = math.ceil(len(found) / 8)
-        named = [(value, plain(value)) for value in found[::every]]
-        return [(v, self.last if self.last and v >= self.high * 0.999 else text) for v, text in named]
+def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
+    """Write charts side by side as PATH.svg and PATH.pdf; of charts without anything take the earlier ones away."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_empty = not any(chart.is_drawn for chart in charts)
+    with mpl.rc_context(SETTINGS):
+        figure = None if is_empty else _figure(charts, ON_FILE, FILE_WIDTHS[len(charts) - 1], FILE_HEIGHT)
+        if figure is not None:
+            _explain(figure, charts, title)
+        for ending, metadata in NO_DATES.items():
+            target = path.with_name(f"{path.name}.{ending}")
+            if figure is None:
+                target.unlink(missing_ok=True)
+                continue
+            with file_written_whole(target) as beside:
+                figure.savefig(beside, format=ending, metadata=metadata, bbox_inches="tight")
 
 
-def scatter(marks: Sequence[Mark], *, x_title: str, y_title: str, furthest: float) -> Markup:
-    """Marks at a free range (to `furthest`, called no limit) and a growth, each a link with its name, for the page."""
-    return Markup(_scatter(marks, x_title, y_title, furthest))
+def _figure(charts: Sequence[Chart], colours: dict[str, str], width: float, height: float) -> Figure:
+    """Charts side by side; so high that every name on an axis has its line."""
+    names = max(len(chart.y.ticks or ()) for chart in charts)
+    figure = Figure(figsize=(width, max(height, names * NAME_HEIGHT)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, axes in enumerate(figure.subplots(1, len(charts), squeeze=False)[0]):
+        _draw(axes, charts[panel], colours, panel)
+    return figure
 
 
-def standalone_scatter(marks: Sequence[Mark], *, x_title: str, y_title: str, furthest: float, title: str) -> str:
-    """The same as a file of its own, with its colours and a title."""
-    inside = f'<style>{STANDALONE}</style><rect class="paper" width="100%" height="100%"/>'
-    inside += f'<text class="title" x="{LEFT:g}" y="16">{escape(title)}</text>'
-    plain_marks = [replace(mark, link="") for mark in marks]
-    drawn = _scatter(plain_marks, x_title, y_title, furthest, inside=inside)
-    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
+def _explain(figure: Figure, charts: Sequence[Chart], title: str) -> None:
+    """What stands around charts in a file: their titles, and one legend for all, unless an axis names the marks."""
+    if title:
+        figure.suptitle(title)
+    for axes, chart in zip(figure.axes, charts, strict=True):
+        axes.set_title(chart.title)
+    told = {each.label: _shape(each, ON_FILE) for chart in charts for each in chart.series if each.label}
+    handles = [Line2D([], [], label=label, **shape) for label, shape in told.items()]
+    if handles and not charts[0].y.ticks:
+        place: dict[str, Any] = {"loc": "outside right upper"}
+        if len(charts) > 1:
+            place = {"loc": "outside lower center", "ncols": 5 if len(charts) > 2 else 3}
+        figure.legend(handles=handles, **place)
 
 
-def _scatter(marks: Sequence[Mark], x_title: str, y_title: str, furthest: float, *, inside: str = "") -> str:
-    middle = math.sqrt(furthest)
-    sides = [[mark for mark in marks if mark.x < middle], [mark for mark in marks if mark.x >= middle]]
-    bottom = TOP + max(300.0, LINE * max(map(len, sides)) + 8)
-    heights = [min(mark.y, BEYOND) for mark in marks]
-    low, high = min([0.5, *heights]) / 1.2, max([2.0, *heights])
-    x = LogAxis(x_title, 1.0, furthest, LEFT, RIGHT, last="no limit")
-    y = LogAxis(y_title, low, high if high == BEYOND else high * 1.2, bottom, TOP)
-    drawn = [part for side in sides for part in _named(side, x, y)]
-    body = "".join([inside, *_frame(x, y), *_levels(x, y), *drawn])
-    label = f"{escape(y_title)} against {escape(x_title)}; {len(marks)} marks"
-    size = f'viewBox="0 0 {WIDTH} {bottom + 56:g}"'
-    return f'<svg class="drawing" {size} role="group" aria-label="{label}">{body}</svg>'
+# --- on the page -----------------------------------------------------------------------------------------------------
 
 
-def _frame(x: LogAxis, y: LogAxis) -> Iterator[str]:
-    for value, text in x.ticks():
-        at = x.place(value)
-        yield f'<line class="grid" x1="{at}" y1="{y.end}" x2="{at}" y2="{y.start}"/>'
-        yield f'<text class="muted" x="{at}" y="{y.start + 18}" text-anchor="middle">{escape(text)}</text>'
-    for value, text in y.ticks():
-        at = y.place(value)
-        yield f'<line class="grid" x1="{x.start}" y1="{at}" x2="{x.end}" y2="{at}"/>'
-        yield f'<text class="muted" x="{x.start - 8}" y="{at + 4}" text-anchor="end">{escape(text)}</text>'
-    middle_x, middle_y = (x.start + x.end) / 2, (y.start + y.end) / 2
-    yield f'<text x="{middle_x}" y="{y.start + 42}" text-anchor="middle">{escape(x.title)}</text>'
-    yield (
-        f'<text transform="rotate(-90)" x="{-middle_y}" y="16" text-anchor="middle">{escape(y.title)}</text>'
-        f'<path class="axis" fill="none" d="M{x.start} {y.end}V{y.start}H{x.end}"/>'
-    )
+def svg(*charts: Chart) -> Markup:
+    """Charts side by side as an element of the page; whoever points at a series or a mark is told what it is."""
+    with mpl.rc_context({**SETTINGS, **ON_PAGE, "svg.hashsalt": charts[0].name}):
+        root = _svg(_figure(charts, PAGE_COLOURS, WIDTH, HEIGHT))
+    for element in list(root.iter()):
+        part = PART.fullmatch(element.get("id", ""))
+        if part is None:
+            continue
+        del element.attrib["id"]
+        chart = charts[int(part["panel"])]
+        series = chart.series[int(part["number"])]
+        _tell(element, series.label)
+        if series.group:
+            element.set("data-group", series.group)
+        if series.link:
+            element.tag = f"{{{SVG}}}a"
+            element.set("href", f"#{series.link}")
+            element.set("aria-label", series.label)
+        if part["kind"] == "line" or series.link:
+            continue
+        for mark, (x, y) in zip(element.iter(f"{{{SVG}}}use"), chart.marks(series), strict=True):
+            _tell(mark, f"{series.label}\n{chart.x.title}: {plain(x)}\n{chart.y.title}: {plain(y)}")
+    root.set("class", "chart")
+    root.set("data-chart", charts[0].name)
+    root.set("role", "group" if any(series.link for chart in charts for series in chart.series) else "img")
+    axes = "; ".join(f"{chart.y.title} against {chart.x.title}" if chart.y.title else chart.x.title for chart in charts)
+    root.set("aria-label", f"Chart: {charts[0].title}. {axes}. The numbers are in a table.")
+    return _markup(root)
 
 
-def _levels(x: LogAxis, y: LogAxis) -> Iterator[str]:
-    """From tenfold on nothing holds a variable; above 1 the norm grows."""
-    ten, same = x.place(10.0), y.place(1.0)
-    yield f'<line class="level" stroke-dasharray="3 4" x1="{ten}" y1="{y.end}" x2="{ten}" y2="{y.start}"/>'
-    yield f'<text class="muted" x="{ten}" y="{y.end - 12}">unnoticed from here on</text>'
-    yield f'<line class="level" stroke-dasharray="3 4" x1="{x.start}" y1="{same}" x2="{x.end}" y2="{same}"/>'
+def swatch(style: Style) -> Markup:
+    """A piece of line with its mark, for a legend of the page."""
+    with mpl.rc_context({**SETTINGS, **ON_PAGE}):
+        figure = Figure(figsize=(0.6, 0.2))
+        figure.add_artist(Line2D([0.02, 0.5, 0.98], [0.5] * 3, markevery=[1], **_style(style, PAGE_COLOURS)))
+        root = _svg(figure)
+    root.set("class", "swatch")
+    root.set("aria-hidden", "true")
+    return _markup(root)
 
 
-def _named(marks: Sequence[Mark], x: LogAxis, y: LogAxis) -> Iterator[str]:
-    """Marks at their places, their names in a column beside the freest, from the one that grows most downwards."""
-    if not marks:
-        return
-    falling = sorted(marks, key=lambda mark: (-mark.y, mark.x))
-    column = max(*(x.place(mark.x) + 26 for mark in marks), x.place(10.0) + 8)  # no name across the line at tenfold
-    places = [(x.place(mark.x), y.place(mark.y)) for mark in falling]
-    rows = spread([at for _, at in places], LINE, y.end, y.start - 8)
-    for mark, place, row in zip(falling, places, rows, strict=True):
-        yield _drawn(mark, place, (column, row))
+def _svg(figure: Figure) -> ElementTree.Element:
+    """What matplotlib writes, less its metadata, its style sheet and the names of its parts, which a page has once."""
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata=NO_DATES["svg"])
+    root = ElementTree.fromstring(written.getvalue())  # noqa: S314 (matplotlib wrote it)
+    used = set(re.findall(r"url\(#([^)]+)\)|href=\"#([^\"]+)\"", written.getvalue()))
+    kept = {name for pair in used for name in pair}
+    for element in root.iter():
+        if element.get("id", "") not in kept and not PART.fullmatch(element.get("id", "")):
+            element.attrib.pop("id", None)
+        for part in [part for part in element if part.tag.endswith(("metadata", "}style"))]:
+            element.remove(part)
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    return root
 
 
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Rising places at least `gap` apart between `low` and `high`, moved from the wanted ones by the least squares.
-
-    Neighbours that would come too near form a block around the mean of what they want.
-    """
-    blocks: list[tuple[float, int]] = []  # where the first of a block would lie, and how many it holds
-    for n, at in enumerate(wanted):
-        start, many = at - n * gap, 1
-        while blocks and blocks[-1][0] > start:
-            before, count = blocks.pop()
-            start, many = (before * count + start * many) / (count + many), count + many
-        blocks.append((start, many))
-    last = high - (len(wanted) - 1) * gap
-    starts = [max(low, min(last, start)) for start, many in blocks for _ in range(many)]
-    return [round(start + n * gap, 1) for n, start in enumerate(starts)]
+def _tell(element: ElementTree.Element, words: str) -> None:
+    """Words that are shown over an element."""
+    title = ElementTree.Element(f"{{{SVG}}}title")
+    title.text = words
+    element.insert(0, title)
 
 
-def _drawn(mark: Mark, place: tuple[float, float], name: tuple[float, float]) -> str:
-    growth = plain(mark.y) if math.isfinite(mark.y) else "not finite"
-    told = f"{mark.name}: free range {'no limit' if mark.x >= 1e6 else plain(mark.x)}, growth {growth}"
-    shown = f"{mark.name} ({growth})" if mark.y > BEYOND else mark.name
-    inside = (
-        f"<title>{escape(told)}</title>"
-        f'<line class="leader" x1="{place[0]}" y1="{place[1]}" x2="{name[0] - 4:.1f}" y2="{name[1]}"/>'
-        f'<circle cx="{place[0]}" cy="{place[1]}" r="4.5"/>'
-        f'<text x="{name[0]:.1f}" y="{name[1] + 4:.1f}">{escape(shown)}</text>'
-    )
-    if not mark.link:
-        return f'<g class="mark {mark.tone}">{inside}</g>'
-    link = escape(mark.link)
-    return f'<a href="#{link}" class="mark {mark.tone}" data-mark="{link}" aria-label="{escape(told)}">{inside}</a>'
+def _markup(root: ElementTree.Element) -> Markup:
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", XLINK)
+    text = ElementTree.tostring(root, encoding="unicode")
+    names = {colour: f"var(--{name})" for name, colour in PAGE_COLOURS.items()}
+    return Markup(re.sub("|".join(names), lambda found: names[found[0]], text))
 
 
-def lines(series: Mapping[str, Sequence[float | None]], title: str, *, log: bool = True) -> Markup:
-    """Values after loops 1, 2, …, a line each, with its last value beside it; empty where nothing was measured."""
-    points = {name: [(k, v) for k, v in enumerate(values, 1) if _drawable(v, log)] for name, values in series.items()}
-    points = {name: each for name, each in points.items() if len(each) > 1}
-    if not points:
-        return Markup("")
-    values = [v for each in points.values() for _, v in each if v is not None]
-    most = max(k for each in points.values() for k, _ in each)
-    low, high = (min(values), max(values)) if log else (min(0.0, *values), max(1.0, *values))
-    if log:
-        low, high = math.log10(low), math.log10(high)
-        slack = max(0.0, LEAST_SPAN - (high - low)) / 2
-        low, high = low - slack, high + slack
-    span = high - low
-
-    def place(k: int, v: float | None) -> str:
-        assert v is not None
-        share = ((math.log10(v) if log else v) - low) / span
-        return f"{10 + 300 * (k - 1) / max(1, most - 1):.1f},{86 - 72 * share:.1f}"
-
-    drawn = []
-    for colour, (name, each) in enumerate(points.items()):
-        path, (k, last) = " ".join(place(*point) for point in each), each[-1]
-        y = float(place(k, last).split(",")[1])
-        drawn.append(f'<polyline class="line c{colour}" fill="none" points="{path}"/>')
-        drawn.append(f'<text class="c{colour}" x="318" y="{y + 4:.1f}">{escape(name)} {plain(last)}</text>')
-    axis = '<text class="muted" x="10" y="104">loop 1</text>'
-    axis += f'<text class="muted" x="310" y="104" text-anchor="end">{most}</text>'
-    label = f"{escape(title)}, {'logarithmic, ' if log else ''}over {most} loops"
-    return Markup(
-        f'<svg class="lines" viewBox="0 0 480 110" role="img" aria-label="{label}">{"".join(drawn)}{axis}</svg>'
-    )
+# --- a chart on its axes ---------------------------------------------------------------------------------------------
 
 
-def _drawable(value: float | None, log: bool) -> bool:
-    return value is not None and math.isfinite(value) and (value > 0 or not log)
+def _draw(axes: Axes, chart: Chart, colours: dict[str, str], panel: int) -> None:
+    axes.set_xscale(**_scale(chart.x))
+    axes.set_yscale(**_scale(chart.y))
+    for number, series in enumerate(chart.series):
+        rank = 1 - number / max(1, len(chart.series) - 1)
+        style = series.style
+        if chart.is_nested:
+            style = replace(style, size=style.size + 7 * rank, width=style.width + 2 * rank)
+        drawn = _shape(replace(series, style=style), colours)
+        points = chart.points(series)
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        if series.mode != "marks":
+            axes.plot(xs, ys, **{**drawn, "marker": ""}, gid=f"line-{panel}-{number}")
+        if series.mode != "lines":
+            inside = chart.marks(series)
+            xs, ys = [x for x, _ in inside], [y for _, y in inside]
+            axes.plot(xs, ys, **{**drawn, "linestyle": ""}, gid=f"marks-{panel}-{number}")
+        for (x, _), (low, high) in zip(points, series.ends, strict=False):
+            axes.plot([x, x], [low, high], color=drawn["color"], linewidth=style.width, marker="_")
+    for level in chart.levels:
+        _draw_level(axes, level, colours)
+    for axis, at in ((chart.x, axes.xaxis), (chart.y, axes.yaxis)):
+        _finish(axis, at)
+
+
+def _style(style: Style, colours: dict[str, str]) -> dict[str, Any]:
+    colour = colours.get(style.colour, style.colour)
+    edge = {"markerfacecolor": "none", "markeredgewidth": 1.5} if style.is_open else {"markeredgewidth": 0}
+    line = {"linestyle": style.dash, "linewidth": style.width}
+    return {"color": colour, "marker": style.marker, "markersize": style.size, "markeredgecolor": colour} | edge | line
+
+
+def _shape(series: Series, colours: dict[str, str]) -> dict[str, Any]:
+    """Line and mark of a series, as far as it has them."""
+    left_out = {"lines": {"marker": ""}, "marks": {"linestyle": ""}, "both": {}}
+    return _style(series.style, colours) | left_out[series.mode]
+
+
+def _scale(axis: Axis) -> dict[str, Any]:
+    return {"value": "symlog", "linthresh": axis.linear_below} if axis.scale == "signed-log" else {"value": axis.scale}
+
+
+def _finish(axis: Axis, at: DrawnAxis) -> None:
+    """Limits, title and ticks, once everything is drawn."""
+    low, high = at.get_view_interval()
+    shown = [each for each in axis.shows if axis.place(each) is not None]
+    low, high = min([low, *shown]), max([high, *shown])
+    at.set_view_interval(low, high if axis.top is None else axis.top, ignore=True)
+    at.set_label_text(axis.title)
+    at.set_minor_locator(NullLocator())
+    at.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    if axis.ticks is not None:
+        at.set_major_locator(FixedLocator(list(axis.ticks)))
+        at.set_major_formatter(FuncFormatter(lambda value, _: axis.ticks.get(value, "") if axis.ticks else ""))
+    elif axis.whole:
+        at.set_major_locator(MaxNLocator(integer=True))
+    elif axis.scale == "signed-log":
+        at.set_major_locator(SymmetricalLogLocator(base=10, linthresh=axis.linear_below))
+    elif axis.scale == "log" and high / low < 8:
+        at.set_major_locator(MaxNLocator(5))
+    elif axis.scale == "log":
+        decades = math.log10(high / low)
+        at.set_major_locator(LogLocator(subs=(1.0, 3.0) if decades < 3 else (1.0,), numticks=8))
+
+
+def _draw_level(axes: Axes, level: Level, colours: dict[str, str]) -> None:
+    line: dict[str, Any] = {"color": colours["muted"], "linewidth": 1.0, "linestyle": (0, (2, 2))}
+    words: dict[str, Any] = {"color": colours["muted"], "textcoords": "offset points"}
+    if level.of == "y":
+        axes.axhline(level.value, **line)
+        words |= {"xycoords": axes.get_yaxis_transform(), "xytext": (3, 0), "va": "center"}
+        axes.annotate(level.text, (1, level.value), **words)
+    else:
+        axes.axvline(level.value, **line)
+        words |= {"xycoords": axes.get_xaxis_transform(), "xytext": (0, 3), "ha": "center"}
+        axes.annotate(level.text, (level.value, 1), **words)

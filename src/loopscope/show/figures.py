@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from loopscope.readings import Run, exit_failure, final_norm
 from loopscope.results.thresholds import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, SATURATED_LOGIT
-from loopscope.show.charts import (
-    Axis,
-    Chart,
-    Line,
-    layout,
-    level,
-    line_traces,
-    linear_width,
-    lines_table,
-    log_ticks,
-    values_of,
-)
+from loopscope.show.chart import Axis, Chart, Level
 from loopscope.show.grouping import Group
 from loopscope.show.numbers import plain
 from loopscope.show.series import (
+    Line,
     OfDepth,
     alphas,
     at_depths,
     audited,
     common,
+    drawn,
     each_run,
     lines_of,
+    lines_table,
     quality,
     shares,
     splits_table,
@@ -65,17 +56,16 @@ def plane(groups: Sequence[Group]) -> Chart:
     """Exit failure against final norm: the two things that loss placement and readout move separately (Figure 1)."""
     points = lines_of(groups, lambda run: [(norm, exit_failure(run))] if (norm := final_norm(run)) else [])
     x = Axis("final norm ‖h_K‖", "log", shows=(3.0, 300.0))
-    y = Axis("CE(1) − CE(K), nats per token", "signed-log", width=LINEAR_BELOW, shows=(-LINEAR_BELOW, 1.0))
-    traces = line_traces(points, x, y, mode="markers")
-    for trace in traces:
-        trace["marker"] |= {"size": 13, "line": {"width": 2 if trace["marker"]["symbol"].endswith("-open") else 1}}
+    y = Axis("CE(1) − CE(K), nats per token", "signed-log", linear_below=LINEAR_BELOW, shows=(-LINEAR_BELOW, 1.0))
     return Chart(
         name="plane",
         title="Exits and scale",
         look="Look at the two directions: the lower a point, the better its early exits; the further left, the better "
         "its scale is held. Bottom left is where a model should be; towards the right, the scale has run away.",
-        traces=traces,
-        layout=layout(x, y, points, level(y, 0.0, "first exit = full depth", inside=True)),
+        x=x,
+        y=y,
+        series=drawn(points, "marks"),
+        levels=[Level(0.0, "first exit =\nfull depth")],
         table=Table(
             "",
             ["run", *columns(plain, "CE(1)", "CE(K)", "CE(1) − CE(K)", "‖h_K‖"), "measured on"],
@@ -94,8 +84,10 @@ def norm_over_loops(groups: Sequence[Group]) -> Chart:
         name="norm-loops",
         title="Length of the state after each loop",
         look="Look at which lines lie high and climb: there every loop adds to a length that no loss sees.",
-        traces=line_traces(lines, LOOP, y),
-        layout=layout(LOOP, y, lines, *_trained_depth(groups, lines)),
+        x=LOOP,
+        y=y,
+        series=drawn(lines),
+        levels=_trained_depth(groups, lines),
         table=lines_table(lines, "run \\ loop"),
         missing=NEEDS_EVAL,
     )
@@ -109,8 +101,9 @@ def norm_over_training(groups: Sequence[Group]) -> Chart:
         name="norm-training",
         title="Length of the final state while training",
         look="Look at where the lines part: runs that start alike go up or down with what the readout shows the loss.",
-        traces=line_traces(lines, STEP, y, mode="lines"),
-        layout=layout(STEP, y, lines),
+        x=STEP,
+        y=y,
+        series=drawn(lines, "lines"),
         table=lines_table(lines, "run \\ step"),
         missing=NEEDS_METRICS,
     )
@@ -124,8 +117,10 @@ def share_over_loops(groups: Sequence[Group]) -> Chart:
         title="How much of the loss's gradient points along the state",
         look="Look at the gap: the lines far down belong to readouts that hide the length of the state, so that "
         "cross-entropy cannot correct it; a direction picked by chance would lie at the line marked chance.",
-        traces=line_traces(lines, LOOP, SHARE),
-        layout=layout(LOOP, SHARE, lines, *_share_levels(groups, lines)),
+        x=LOOP,
+        y=SHARE,
+        series=drawn(lines),
+        levels=_share_levels(groups),
         table=lines_table(lines, "run \\ loop"),
         missing=NEEDS_METRICS,
         note="Median over tokens of |⟨∇CE, h⟩| / (‖∇CE‖·‖h‖): of the audit, which reads every loop out, supervised or "
@@ -140,8 +135,10 @@ def share_over_training(groups: Sequence[Group]) -> Chart:
         name="share-training",
         title="That share while training",
         look="Look at how early it is settled: a readout hides the length from the first steps on, or it never does.",
-        traces=line_traces(lines, STEP, SHARE, mode="lines"),
-        layout=layout(STEP, SHARE, lines, *_share_levels(groups, lines)),
+        x=STEP,
+        y=SHARE,
+        series=drawn(lines, "lines"),
+        levels=_share_levels(groups),
         table=lines_table(lines, "run \\ step"),
         missing=NEEDS_METRICS,
         note="The largest of the supervised loops.",
@@ -152,14 +149,16 @@ def alpha_sweep(groups: Sequence[Group]) -> Chart:
     """Change of CE when the final state is multiplied by α before it is read out."""
     lines = lines_of(groups, alphas)
     x = Axis("α, factor on the state", "log")
-    y = Axis("change of CE, nats per token", "signed-log", width=ALPHA_WIDTH, shows=(-ALPHA_SHOWN, ALPHA_SHOWN))
+    y = Axis("change of CE, nats per token", "signed-log", linear_below=ALPHA_WIDTH, shows=(-ALPHA_SHOWN, ALPHA_SHOWN))
     return Chart(
         name="alpha",
         title="What the loss notices when the state is stretched",
         look="Look at which lines stay flat at zero: to them a state of a tenth or of ten times the length is the "
         "same, so the loss cannot tell them apart. Lines that leave zero on both sides do see the length.",
-        traces=line_traces(lines, x, y, nested=True),
-        layout=layout(x, y, lines),
+        x=x,
+        y=y,
+        series=drawn(lines),
+        is_nested=True,
         table=lines_table(lines, "run \\ α"),
         missing=NEEDS_AUDIT,
         note=f"Vertical axis: linear within ±{ALPHA_WIDTH} nats, logarithmic beyond."
@@ -175,8 +174,10 @@ def scale_over_loops(groups: Sequence[Group]) -> Chart:
         name="activity-scale",
         title="Scale far beyond the trained depth",
         look="Look to the right of the trained depth: a scale that the loop carries on keeps growing, loop by loop.",
-        traces=line_traces(lines, LOOP, y, mode="lines"),
-        layout=layout(LOOP, y, lines, *_trained_depth(groups, lines)),
+        x=LOOP,
+        y=y,
+        series=drawn(lines, "lines"),
+        levels=_trained_depth(groups, lines),
         table=lines_table(lines, "run \\ loop"),
         missing=NEEDS_AUDIT,
         note="The scale s is the root mean square of the state h: ‖h‖ / √width.",
@@ -188,18 +189,20 @@ def increments(groups: Sequence[Group]) -> Chart:
     measured = lines_of(groups, audited(lambda loop: loop.radial_increment), "measured")
     predicted = lines_of(groups, audited(lambda loop: loop.predicted_increment), "predicted")
     both = sorted([*measured, *predicted], key=lambda line: (line.group.index, line.run.name, line.part))
-    y = _growth_axis([value for value in values_of(both) if value is not None])
-    traces = [*line_traces(predicted, LOOP, y, mode="lines"), *line_traces(measured, LOOP, y, mode="markers")]
+    y = _growth_axis(_values(both))
     return Chart(
         name="activity-increments",
         title="Growth per loop: predicted and measured",
         look="Look at whether the marks lie on their lines: marks are the growth measured in each loop, lines what the "
         "part of the update that points along the state predicts.",
-        traces=traces,
-        layout=layout(LOOP, y, both),
+        x=LOOP,
+        y=y,
+        series=[*drawn(predicted, "lines"), *drawn(measured, "marks")],
         table=lines_table(both, "run \\ loop"),
         missing=NEEDS_AUDIT,
-        note=f"Vertical axis: linear within ±{plain(y.width)}, logarithmic beyond." if y.kind == "signed-log" else "",
+        note=f"Vertical axis: linear within ±{plain(y.linear_below)}, logarithmic beyond."
+        if y.scale == "signed-log"
+        else "",
     )
 
 
@@ -212,8 +215,9 @@ def angular_motion(groups: Sequence[Group]) -> Chart:
         title="Turning of the state, times its scale",
         look="Look for level lines: there the state turns more slowly exactly as it gets longer, so that later loops "
         "change the answer less and less.",
-        traces=line_traces(lines, LOOP, y, mode="lines"),
-        layout=layout(LOOP, y, lines),
+        x=LOOP,
+        y=y,
+        series=drawn(lines, "lines"),
         table=lines_table(lines, "run \\ loop"),
         missing=NEEDS_AUDIT,
         note="The angular step is how far the direction h / s moves in one loop, as a root mean square.",
@@ -224,15 +228,16 @@ def frontier(groups: Sequence[Group]) -> Chart:
     """Quality after each loop: perplexity under one tokenizer, else bits per byte."""
     name, of, note = quality(groups)
     lines = lines_of(groups, at_depths(of))
-    x, y = Axis("loops run", whole=True), Axis(name, "log")
     top, leaving = _frame(lines, groups, of, name)
     return Chart(
         name="frontier",
         title="Quality at every depth",
         look="Look at the left end and at the slope: a low left end is an early exit that works, and a line that falls "
         "to the right gets something for its extra loops.",
-        traces=line_traces(lines, x, y),
-        layout=_framed(layout(x, y, lines, *_trained_depth(groups, lines)), top, lines),
+        x=Axis("loops run", whole=True),
+        y=Axis(name, "log", top=top),
+        series=drawn(lines),
+        levels=_trained_depth(groups, lines),
         table=splits_table(groups, name, of),
         missing=NEEDS_EVAL,
         note=" ".join(part for part in (note, leaving) if part),
@@ -257,8 +262,9 @@ def halting(groups: Sequence[Group]) -> Chart:
         title="Quality under halting policies",
         look="Look for marks below the line of their run: there tokens that leave early pay less than all of them "
         "leaving at the same loop. Marks on the line are what a fixed depth gives too.",
-        traces=[*line_traces(lines, x, y, mode="lines"), *line_traces(marks, x, y, mode="markers")],
-        layout=layout(x, y, [*lines, *marks]),
+        x=x,
+        y=y,
+        series=[*drawn(lines, "lines"), *drawn(marks, "marks")],
         table=Table(
             "", ["run", "rule", *columns(plain, "threshold", "loops a token", name, "tokens per second")], rows
         ),
@@ -279,14 +285,16 @@ def certified(groups: Sequence[Group]) -> Chart:
                 figures = (each.threshold, each.mean_loops, each.ppl_increase, each.tokens_per_second)
                 rows.append([marks[-1].label, *figures])
     x, y = Axis("loops a token"), Axis("increase of perplexity, %")
-    levels = [level(y, 100 * bound, "allowed") for bound, _ in bounds] if len(bounds) == 1 else []
+    levels = [Level(100 * bound, "allowed") for bound, _ in bounds] if len(bounds) == 1 else []
     return Chart(
         name="certified",
         title="Halting rules at the same bound",
         look="Look at how far a rule's mark lies to the left of the one of fixed depth: that is what leaving at a loop "
         "of one's own saves beyond all leaving at the same one.",
-        traces=line_traces(marks, x, y, mode="markers"),
-        layout=layout(x, y, marks, *levels),
+        x=x,
+        y=y,
+        series=drawn(marks, "marks"),
+        levels=levels,
         table=Table(
             "",
             ["run", *columns(plain, "threshold", "loops a token", "increase of perplexity", "tokens per second")],
@@ -313,8 +321,9 @@ def speed(groups: Sequence[Group]) -> Chart:
         name="speed",
         title="Quality against the speed of decoding",
         look="Look for the lower right: fast and good. Along a line from right to left every point runs one loop more.",
-        traces=line_traces(lines, x, y),
-        layout=layout(x, y, lines),
+        x=x,
+        y=y,
+        series=drawn(lines),
         table=Table("", ["run", Column("loops", "d"), *columns(plain, "tokens per second", name)], rows),
         missing=NEEDS_SPEED,
         note=note,
@@ -342,8 +351,10 @@ def gates(groups: Sequence[Group]) -> Chart:
         look="Look at what rises to the right: a gate on the state itself takes a long state for certainty, and above "
         "the line it says 0 or 1 whatever the token is. The table has what a calibrated rule and the gates save beyond "
         "the smallest fixed depth at the same bound.",
-        traces=line_traces(lines, x, y),
-        layout=layout(x, y, lines, *([level(y, SATURATED_LOGIT, "satu-<br>rated")] if lines else [])),
+        x=x,
+        y=y,
+        series=drawn(lines),
+        levels=[Level(SATURATED_LOGIT, "saturated")],
         table=Table("", ["run", *columns(plain, *header)], rows),
         missing=NEEDS_HALTING,
     )
@@ -358,44 +369,40 @@ def _plane_cells(run: Run) -> list[object]:
 
 
 def _growth_axis(values: Sequence[float]) -> Axis:
-    """Linear where growth is of one size, else linear around zero and logarithmic beyond."""
+    """Linear where growth is of one size; else around zero up to a size below most, and logarithmic beyond."""
     title, sizes = "growth of scale s_k per loop", [abs(value) for value in values]
     if not values or max(sizes) <= ONE_SIZE * min(sizes):
         return Axis(title)
-    return Axis(title, "signed-log", width=linear_width(values))
+    sizes = sorted(size for size in sizes if size)
+    low, high = math.log10(sizes[len(sizes) // 10]), math.log10(sizes[-1])
+    return Axis(title, "signed-log", linear_below=10.0 ** max(math.floor(low), math.floor(high) - 4))
 
 
-def _trained_depth(groups: Sequence[Group], lines: Sequence[Line]) -> list[dict[str, Any]]:
+def _trained_depth(groups: Sequence[Group], lines: Sequence[Line]) -> list[Level]:
     """A line at the trained depth, where all runs share one and something lies beyond it."""
     depth = common(groups, lambda run: run.num_loops)
     if not depth or not any(max(line.xs) > depth for line in lines):
         return []
-    return [level(LOOP, depth, "trained depth", along="y")]
+    return [Level(depth, "trained depth", of="x")]
 
 
 def _frame(lines: Sequence[Line], groups: Sequence[Group], of: OfDepth, name: str) -> tuple[float | None, str]:
     """Where the frame ends when exits far worse than any full depth would flatten all else, and the words for it."""
     full = [depth for _, run in each_run(groups) if (depth := run.depth(run.num_loops)) is not None]
     worst = max((value for depth in full if (value := of(depth)) is not None), default=None)
-    highest = max((value for value in values_of(lines) if value is not None), default=0.0)
+    highest = max(_values(lines), default=0.0)
     if worst is None or highest <= FRAME * worst:
         return None, ""
-    words = f"Exits with a {name} above {plain(FRAME * worst)} leave the frame at the top; a double click shows them."
+    words = f"Exits with a {name} above {plain(FRAME * worst)} leave the frame at the top; the table has them."
     return FRAME * worst, words
 
 
-def _framed(layout: dict[str, Any], top: float | None, lines: Sequence[Line]) -> dict[str, Any]:
-    if top is None:
-        return layout
-    lowest = min(value for value in values_of(lines) if value is not None and value > 0)
-    axis = {"title": layout["yaxis"]["title"], "type": "log", **log_ticks(lowest, top)}
-    return {**layout, "yaxis": {**axis, "range": [math.log10(lowest / 1.15), math.log10(top)]}}
-
-
-def _share_levels(groups: Sequence[Group], lines: Sequence[Line]) -> list[dict[str, Any]]:
+def _share_levels(groups: Sequence[Group]) -> list[Level]:
     """Where chance lies, and below what the length counts as hidden."""
-    if not lines:
-        return []
     width = common(groups, lambda run: run.width)
-    chance = [level(SHARE, CHANCE / math.sqrt(width), "chance")] if width and width > 0 else []
-    return [*chance, level(SHARE, HIDDEN_SHARE, "hidden<br>below")]
+    chance = [Level(CHANCE / math.sqrt(width), "chance")] if width and width > 0 else []
+    return [*chance, Level(HIDDEN_SHARE, "hidden below")]
+
+
+def _values(lines: Sequence[Line]) -> list[float]:
+    return [value for line in lines for value in line.ys if value is not None]

@@ -16,9 +16,9 @@ from loopscope.show.numbers import ABSENT
 NAMED = {"readout": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "final-only": "final-only norm"}}
 KINDS = {tuple(getattr(condition, name) for name in FACTORS): condition.kind for condition in CONDITIONS.values()}
 NUM_COLOURS = 8
-DASHES = ("solid", "dot", "dash", "dashdot", "longdash")
+DASHES = ("-", ":", "--", "-.")
 PLACEMENTS = ("per-loop", "terminal", "gated", "weighted", "last-n")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+SYMBOLS = ("o", "s", "D", "^", "v", "P", "X", "*")
 ORDER = ("RMSNorm", "raw", "final-only norm", "penalty", "inter-loop norm", "LayerNorm")
 """Colours go to these first, so that the same condition looks the same on every page."""
 MOST_NAMED = 2

@@ -84,3 +84,14 @@ def span(ends: Sequence[float], form: str = ".2f") -> str:
     """An interval: [−0.06, 0.12]."""
     low, high = ends
     return f"[{low:{form}}, {high:{form}}]"
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Numbers as a row of bars from the least to the largest; equal numbers make a flat line."""
+    low, high = min(values), max(values)
+    if not high - low > 1e-3 * max(abs(high), abs(low)):
+        return BARS[3] * len(values)
+    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in values)

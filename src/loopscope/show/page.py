@@ -1,7 +1,7 @@
 """The page: read the files, judge, draw, and write one HTML file that opens offline.
 
-Every value of a file goes through jinja2's escaping, through JSON without `<`, or both. The content security policy
-allows exactly two scripts, by their hash, and no request to anywhere.
+Every value of a file goes through jinja2's escaping, or stands in an element that the standard library wrote. The
+content security policy allows exactly one script, by its hash, and no request to anywhere.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,9 +21,10 @@ from markupsafe import Markup
 from loopscope.errors import ConfigError, UnsupportedError
 from loopscope.files import write_atomically
 from loopscope.show import figures, sections
-from loopscope.show.charts import Chart
+from loopscope.show.chart import Chart
 from loopscope.show.grouping import Group, compare, group_runs
 from loopscope.show.inputs import Inputs, read_inputs
+from loopscope.show.series import style_of
 from loopscope.show.verdict import Verdict, judge
 
 HERE = Path(__file__).parent
@@ -111,7 +111,7 @@ class Chapter:
     @property
     def drawn(self) -> list[Chart]:
         """The charts with something in them."""
-        return [chart for chart in self.charts if chart.traces]
+        return [chart for chart in self.charts if chart.is_drawn]
 
 
 @dataclass(frozen=True)
@@ -142,34 +142,47 @@ def render(inputs: Inputs, title: str | None = None) -> Page:
     """The page about runs and reproductions that were read."""
     groups = group_runs(inputs.runs)
     chapters = [Chapter(*told, [draw(groups) for draw in draws]) for told, draws in CHAPTERS]
+    drawn = [chapter for chapter in chapters if chapter.drawn]
     audits, claims = sections.audit_views(groups), sections.claim_tables(inputs.reproductions)
     verdict = judge(groups, audits, claims, inputs.reproductions)
-    scripts = [plotly_script(), (HERE / "page.js").read_text("utf-8")]
-    html = (
-        environment()
-        .get_template("template.html")
-        .render(
-            title=title or _title(inputs),
-            policy=content_policy(scripts),
-            style=Markup((HERE / "page.css").read_text("utf-8")),
-            scripts=[Markup(script) for script in scripts],
-            data=embedded(page_data(groups, chapters)),
-            groups=groups,
-            verdict=verdict,
-            chapters=[chapter for chapter in chapters if chapter.drawn],
-            unmeasured=unmeasured(chapters, bool(audits)),
-            audits=audits,
-            claims=claims,
-            claim_notes=sections.claim_notes(inputs.reproductions),
-            factors=compare(groups),
-            differences=sections.differences(inputs.reproductions),
-            commands=sections.commands(inputs.reproductions),
-            runs=sections.run_views(groups),
-            problems=[f"{r.name}: {name} {what}" for r in inputs.reproductions for name, what in r.problems.items()],
-        )
+    differences, missing = sections.differences(inputs.reproductions), unmeasured(chapters, bool(audits))
+    parts = [
+        *(("main", "Verdict", True), *((chapter.anchor, chapter.short, True) for chapter in drawn)),
+        *(("audits", "Audits", audits), ("claims", "Claims", claims)),
+        *(("factors", "Fixed and varied", len(inputs.runs) > 1 or differences), ("runs", "Runs", inputs.runs)),
+        ("unmeasured", "Not measured", missing),
+    ]
+    html = framed(
+        "report",
+        title or _title(inputs),
+        [(anchor, short) for anchor, short, is_there in parts if is_there],
+        styles=("page.css",),
+        groups=groups,
+        swatches=[drawings().swatch(style_of(group)) for group in groups],
+        verdict=verdict,
+        chapters=drawn,
+        unmeasured=missing,
+        audits=audits,
+        claims=claims,
+        claim_notes=sections.claim_notes(inputs.reproductions),
+        factors=compare(groups),
+        differences=differences,
+        commands=sections.commands(inputs.reproductions),
+        runs=sections.run_views(groups),
+        problems=[f"{r.name}: {name} {what}" for r in inputs.reproductions for name, what in r.problems.items()],
     )
-    whole = html.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a file is no text
-    return Page(whole, verdict, len(inputs.runs), len(groups))
+    return Page(html, verdict, len(inputs.runs), len(groups))
+
+
+def framed(kind: str, title: str, parts: Sequence[tuple[str, str]], *, styles: Sequence[str], **values: object) -> str:
+    """KIND.html in the frame of every page, with KIND.js as its only script; `parts` are anchors and names of them."""
+    script = (HERE / f"{kind}.js").read_text("utf-8")
+    style = Markup("".join((HERE / name).read_text("utf-8") for name in styles))
+    drawing = {"svg": drawings().svg, "script": Markup(script), "style": style, "policy": content_policy(script)}
+    html = (
+        environment().get_template(f"{kind}.html").render(kind=kind, title=title, sections=parts, **drawing, **values)
+    )
+    return html.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair in a file is no text
 
 
 def unmeasured(chapters: Sequence[Chapter], is_audited: bool) -> dict[str, list[str]]:
@@ -180,45 +193,29 @@ def unmeasured(chapters: Sequence[Chapter], is_audited: bool) -> dict[str, list[
             found.setdefault(chapter.charts[0].missing, []).append(chapter.short)
             continue
         for chart in chapter.charts:
-            if not chart.traces:
+            if not chart.is_drawn:
                 found.setdefault(chart.missing, []).append(chart.title)
     if not is_audited:
         found.setdefault(figures.NEEDS_AUDIT, []).append("Audits and remedies")
     return found
 
 
-def page_data(groups: Sequence[Group], chapters: Sequence[Chapter]) -> dict[str, Any]:
-    """What the page's script needs: the colour of each group, and the charts without colours."""
-    charts = [chart for chapter in chapters for chart in chapter.drawn]
-    drawings = {chart.name: {"traces": chart.traces, "layout": chart.layout} for chart in charts}
-    return {"groups": [group.colour for group in groups], "charts": drawings}
-
-
-def embedded(value: object) -> Markup:
-    """JSON that can stand in a script element: nothing in it ends the element or opens a comment."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
-
-
-def content_policy(scripts: Sequence[str]) -> str:
-    """Nothing from anywhere; these scripts alone; plotly writes styles of its own."""
-    hashes = (base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+def content_policy(script: str) -> str:
+    """Nothing from anywhere, and this script alone; drawings have styles of their own."""
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
-def plotly_script() -> str:
-    """plotly.js as the plotly package ships it."""
+def drawings() -> ModuleType:
+    """What draws, if matplotlib is there."""
     try:
-        script: str = importlib.import_module("plotly.offline").get_plotlyjs()
+        return importlib.import_module("loopscope.show.drawing")
     except ImportError as error:
-        raise UnsupportedError("the page needs plotly, which is missing: pip install 'loopscope[report]'") from error
-    return script
+        missing = f"the page needs {error.name}, which is missing: pip install 'loopscope[report]'"
+        raise UnsupportedError(missing) from error
 
 
 def _title(inputs: Inputs) -> str:
@@ -231,10 +228,20 @@ def _title(inputs: Inputs) -> str:
 @cache
 def environment() -> Environment:
     """The templates of this folder; whatever they are given is escaped."""
-    return Environment(
+    made = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    made.globals |= {"tag": tag, "ICONS": ICONS}
+    return made
+
+
+ICONS = {"good": "✓", "bad": "✗", "open": "○"}
+
+
+def tag(word: str, tone: str) -> Markup:
+    """A verdict with its icon: never told by colour alone."""
+    return Markup('<span class="tag {}">{} {}</span>').format(tone, ICONS[tone], word)

@@ -3,17 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from loopscope.readings import AuditedLoop, Run, alpha_changes, shares_by_loop
 from loopscope.results.evaluation import Depth, Split
 from loopscope.results.run import LoggedStep
-from loopscope.show.charts import Line
+from loopscope.show.chart import Series, Style
 from loopscope.show.grouping import Group
 from loopscope.show.numbers import plain
 from loopscope.show.table import Table, columns
 
 Points = list[tuple[float, float | None]]
 OfDepth = Callable[[Depth], float | None]
+MOST_COLUMNS = 32
+"""Columns of the text behind a chart."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A run's values along an axis."""
+
+    group: Group
+    run: Run
+    xs: Sequence[float]
+    ys: Sequence[float | None]
+    part: str = ""
+    """Which of several lines of a run it is."""
+
+    @property
+    def label(self) -> str:
+        """Condition, run and part."""
+        return " · ".join(text for text in (self.group.label, self.run.name, self.part) if text)
+
+
+def drawn(lines: Sequence[Line], mode: Literal["both", "lines", "marks"] = "both") -> list[Series]:
+    """Lines as they are drawn; open marks first, which are larger where others may lie on them."""
+    ordered = sorted(lines, key=lambda line: not line.group.is_open)
+    return [
+        Series(
+            label=each.label,
+            xs=each.xs,
+            ys=each.ys,
+            style=replace(style_of(each.group), size=8.0 if mode == "marks" else 5.0),
+            mode=mode,
+            group=str(each.group.index),
+        )
+        for each in ordered
+    ]
+
+
+def style_of(group: Group) -> Style:
+    """How the runs of a condition are drawn."""
+    return Style(colour=f"c{group.colour}", marker=group.symbol, dash=group.dash, is_open=group.is_open)
+
+
+def lines_table(lines: Sequence[Line], corner: str) -> Table:
+    """A row per run, a column per place; of many places an even choice that has the last."""
+    places = sorted({x for line in lines for x in line.xs})
+    if len(places) > MOST_COLUMNS:
+        longest = max(lines, key=lambda line: len(line.xs)).xs
+        places = sorted({longest[round(n * (len(longest) - 1) / 11)] for n in range(12)})
+    rows = [[line.label, *map(dict(zip(line.xs, line.ys, strict=True)).get, places)] for line in lines]
+    return Table("", [corner, *columns(plain, *map(plain, places))], rows)
 
 
 def each_run(groups: Sequence[Group]) -> list[tuple[Group, Run]]:

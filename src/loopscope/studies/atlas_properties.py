@@ -277,7 +277,7 @@ def atlas_table(record: AtlasRecord, setting: Setting) -> Table:
 
 
 def free_range_and_growth(entry: Entry) -> tuple[float, float] | None:
-    """A design's place in the scatter: how far its freest variable may run, and how far its norm grows to 30 loops.
+    """A design's place in the chart: how far its freest variable may run, and how far its norm grows to 30 loops.
 
     A state that does not stay finite so far has grown without limit, inf.
     """

@@ -1,338 +1,248 @@
-"""Figures as SVG and PDF: of arXiv 2606.24898 from the files of a grid and ouro.json (5–7), and of a law of loops.
-
-The same files give the same bytes: no dates, fixed identifiers. No torch here.
+"""Figures of arXiv 2606.24898 from the files of a grid (1–4, α-sweep, gates) and of ouro.json (5–7), and of a law of
+loops, as charts. No torch here.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
-
-from loopscope.files import file_written_whole
-from loopscope.readings import AuditedLoop, Measure, Run, alpha_changes, exit_failure, final_norm, perplexity_at
-from loopscope.results.halting import Gate
+from loopscope.readings import (
+    AuditedLoop,
+    Measure,
+    Run,
+    Variable,
+    alpha_changes,
+    exit_failure,
+    final_norm,
+    perplexity_at,
+)
 from loopscope.results.ouro import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord, ReadoutKind
 from loopscope.results.scaling import ScalingRecord
-from loopscope.results.thresholds import SATURATED_LOGIT
+from loopscope.results.thresholds import LINEAR_BELOW, SATURATED_LOGIT
 from loopscope.rows.conditions import CONDITIONS
-from loopscope.studies.paper_claims import ROLLOUT, symlog, unsymlog
+from loopscope.show.chart import Axis, Chart, Level, Series, Style
+from loopscope.show.drawing import save
+from loopscope.show.numbers import brief
+from loopscope.studies.paper_claims import ROLLOUT
 from loopscope.studies.results import Results, View, mean
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart; lines differ in their markers too.
-STYLES: dict[str, tuple[str, str]] = {
-    "terminal+rmsnorm": ("#000000", "s"),
-    "terminal+raw": ("#8c8c8c", "D"),
-    "per-loop+rmsnorm": ("#d55e00", "o"),
-    "per-loop+raw": ("#0072b2", "^"),
-    "per-loop+final-only": ("#56b4e9", "v"),
-    "terminal+penalty": ("#7a6a2f", "P"),
-    "per-loop+penalty": ("#009e73", "X"),
-    "per-loop+inter-loop-norm": ("#cc79a7", "*"),
-    "per-loop+layernorm": ("#e69f00", "p"),
+STYLES = {
+    "terminal+rmsnorm": Style(colour="#000000", marker="s"),
+    "terminal+raw": Style(colour="#8c8c8c", marker="D"),
+    "per-loop+rmsnorm": Style(colour="#d55e00", marker="o"),
+    "per-loop+raw": Style(colour="#0072b2", marker="^"),
+    "per-loop+final-only": Style(colour="#56b4e9", marker="v"),
+    "terminal+penalty": Style(colour="#7a6a2f", marker="P"),
+    "per-loop+penalty": Style(colour="#009e73", marker="X"),
+    "per-loop+inter-loop-norm": Style(colour="#cc79a7", marker="*"),
+    "per-loop+layernorm": Style(colour="#e69f00", marker="p"),
 }
-SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "loopscope",
-    "svg.fonttype": "path",
-    "pdf.fonttype": 42,
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
+READOUT_STYLES = {
+    AS_IT_IS: Style(colour="#d55e00", marker="o"),
+    REMOVED: Style(colour="#0072b2", marker="^"),
+    FROZEN: Style(colour="#56b4e9", marker="v"),
 }
-NO_DATES: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+GREY = Style(colour="#808080", width=0.8)
+LOOPS = [
+    Style(colour=colour, marker=marker)
+    for colour, marker in zip(("#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9"), "osD^vP", strict=True)
+]
+"""Of models of one number of loops."""
+ALPHA = Axis("α: final state × α before the readout", "log")
+CHANGE = Axis("change of CE at loop K, nats", "signed-log", linear_below=0.01)
 
-Draw = Callable[[View], Figure | None]
 
-
-def draw_all(results: Results, folder: Path) -> list[Path]:
+def draw_all(results: Results, folder: Path) -> None:
     """Every figure that the rows have the numbers for; those of another recipe than the paper's carry its name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
     for recipe in results.recipes():
-        for name, draw in FIGURES.items():
-            with mpl.rc_context(SETTINGS):
-                figure = draw(results.view(recipe))
-            written += save(figure, folder / (name if recipe == "paper" else f"{name}-{recipe}"))
-    return written
+        for name, charts in FIGURES.items():
+            save(charts(results.view(recipe)), folder / (name if recipe == "paper" else f"{name}-{recipe}"))
 
 
-def save(figure: Figure | None, path: Path) -> Iterator[Path]:
-    """Write a figure, or take away the one of earlier rows where there is nothing to draw any more."""
-    for ending, metadata in NO_DATES.items():
-        target = path.with_name(f"{path.name}.{ending}")
-        if figure is None:
-            target.unlink(missing_ok=True)
-            continue
-        with mpl.rc_context(SETTINGS), file_written_whole(target) as beside:
-            figure.savefig(beside, format=ending, metadata=metadata, bbox_inches="tight")
-        yield target
+# --- Figures 1 and 2: planes -----------------------------------------------------------------------------------------
 
 
-def new_figure(columns: int = 1, *, width: float = 8.0, height: float = 4.2) -> tuple[Figure, list[Axes]]:
-    """An empty figure with axes side by side."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
-
-
-def _points(axes: Axes, view: View, first: Measure, second: Measure) -> bool:
-    """Each seed as a small point and each condition's mean as a large one; says whether there was anything to draw.
-
-    Large points are hollow, so that one on top of another can be seen.
-    """
-    drawn = False
-    for name in view.conditions():
-        found = view.paired_measures(name, first, second)
-        if not found:
-            continue
-        drawn = True
-        colour, marker = STYLES[name]
-        xs, ys = zip(*found, strict=True)
-        axes.scatter(xs, ys, s=14, color=colour, marker=marker, linewidths=0)
-        look: dict[str, Any] = {"facecolors": "none", "edgecolors": colour, "linewidths": 1.8, "zorder": 3}
-        axes.scatter(mean(xs), mean(ys), s=90, marker=marker, label=_label(view, name), **look)
-    return drawn
-
-
-def _plain(axis: Axis) -> None:
-    """Ticks as numbers, not as powers of ten."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-
-
-EXIT_TICKS = (-10, -3, -1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30, 100)
-"""Nats."""
-
-# --- Figure 1: the 2×2 plane -----------------------------------------------------------------------------------------
-
-
-def exit_plane(view: View) -> Figure | None:
+def exit_plane(view: View) -> list[Chart]:
     """Exit failure CE(1) − CE(K) against the final norm: placement moves one, the readout the other."""
-    figure, (axes,) = new_figure()
-    axes.set_xscale("log")
-    axes.set_yscale("function", functions=(symlog, unsymlog))
-    axes.yaxis.set_major_locator(FixedLocator(EXIT_TICKS))
-    if not _points(axes, view, final_norm, exit_failure):
-        return None
-    axes.margins(0.08)
-    _plain(axes.xaxis)
-    _plain(axes.yaxis)
-    axes.axhline(0, color="0.5", linewidth=0.8)
-    axes.set_xlabel("final norm ‖H_K‖ (scale drifts →)")
-    axes.set_ylabel("CE(1) − CE(K), nats (exits fail ↑)")
-    axes.set_title("Exit failure and norm drift")
-    figure.legend(loc="outside right upper")
-    return figure
+    chart = Chart(
+        name="exit-plane",
+        title="Exit failure and norm drift",
+        x=Axis("final norm ‖H_K‖ (scale drifts →)", "log"),
+        y=Axis("CE(1) − CE(K), nats (exits fail ↑)", "signed-log", linear_below=LINEAR_BELOW),
+        series=_points(view, final_norm, exit_failure),
+        levels=[Level(0.0)],
+    )
+    return [chart]
 
 
-# --- Figure 2: visibility and activity -------------------------------------------------------------------------------
-
-
-def visibility_activity(view: View) -> Figure | None:
+def visibility_activity(view: View) -> list[Chart]:
     """How well the loss sees the scale, against how strongly the loop carries it."""
-    figure, (axes,) = new_figure()
-    axes.set_xscale("symlog", linthresh=1e-6)
-    if not _points(axes, view, _visibility, _activity):
-        return None
-    axes.set_ylim(min(-0.05, axes.get_ylim()[0]), max(1.15, axes.get_ylim()[1]))
-    axes.set_xlabel("visibility of scale to the loss")
-    axes.set_ylabel("activity: gain of scale through the next loop")
-    axes.set_title("Carried and not seen (upper left): a blind spot")
-    figure.legend(loc="outside right upper")
-    return figure
+    chart = Chart(
+        name="visibility-activity",
+        title="Carried and not seen (upper left): a blind spot",
+        x=Axis("visibility of scale to the loss", "signed-log", linear_below=1e-6),
+        y=Axis("activity: gain of scale through the next loop", shows=(-0.05, 1.15)),
+        series=_points(view, _of_scale(lambda variable: variable.visibility), _of_scale(lambda one: one.activity)),
+    )
+    return [chart]
 
 
-def _visibility(row: Run, split: str) -> float | None:
-    found = row.audit.variables if row.audit else []
-    return next((variable.visibility for variable in found if variable.name == "scale"), None)
+def _points(view: View, first: Measure, second: Measure) -> list[Series]:
+    """Each seed as a small point and each condition's mean as a large one, hollow, so that one below it is seen."""
+    seeds, means = [], []
+    for name in view.conditions():
+        if found := view.paired_measures(name, first, second):
+            xs, ys = zip(*found, strict=True)
+            style = STYLES[name]
+            seeds.append(Series(label="", xs=xs, ys=ys, style=replace(style, size=4.0), mode="marks"))
+            large = replace(style, size=10.0, is_open=True)
+            means.append(Series(label=_label(view, name), xs=[mean(xs)], ys=[mean(ys)], style=large, mode="marks"))
+    return [*seeds, *means]
 
 
-def _activity(row: Run, split: str) -> float | None:
-    found = row.audit.variables if row.audit else []
-    return next((variable.activity for variable in found if variable.name == "scale"), None)
+def _of_scale(of: Callable[[Variable], float | None]) -> Measure:
+    def measure(row: Run, split: str) -> float | None:
+        found = row.audit.variables if row.audit else ()
+        return next((of(variable) for variable in found if variable.name == "scale"), None)
+
+    return measure
 
 
 # --- Figure 3: thirty loops ------------------------------------------------------------------------------------------
 
 
-def thirty_loops(view: View) -> Figure | None:
+def thirty_loops(view: View) -> list[Chart]:
     """Scale, its increments with their prediction, and angular step × scale, over the audit's rollout."""
-    names = [name for name in view.conditions() if any(row.loops for row in view.of(name).values())]
-    if not names:
-        return None
-    figure, (scale, increment, angle) = new_figure(3, width=11.5, height=3.9)
-    for name in names:
-        colour, marker = STYLES[name]
-        line: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3, "linewidth": 1.2}
-        scale.plot(*_over_loops(view, name, lambda loop: loop.scale), label=_label(view, name), **line)
-        ks, predicted = _over_loops(view, name, lambda loop: loop.predicted_increment)
-        increment.plot(ks, predicted, color=colour, linewidth=1.2)
-        marks = {**line, "linewidth": 0}
-        increment.plot(*_over_loops(view, name, lambda loop: loop.radial_increment), **marks)
-        angle.plot(*_over_loops(view, name, lambda loop: loop.angular_step_times_scale), **line)
-    scale.set_yscale("log")
-    increment.set_yscale("symlog", linthresh=0.01)
-    angle.set_yscale("log")
-    scale.set_title("scale s_k")
-    increment.set_title("increment of s: measured (marks), ã/d (lines)")
-    angle.set_title("angular step × scale")
-    for axes in (scale, increment, angle):
-        axes.set_xlabel("loop k")
-        axes.set_xlim(0, ROLLOUT + 1)
-        for depth in {row.num_loops for row in view.rows}:
-            axes.axvline(depth, color="0.5", linewidth=0.8, linestyle=":")
-    figure.legend(loc="outside lower center", ncols=5)
-    return figure
+    scale = _over_loops(view, lambda loop: loop.scale)
+    measured = [replace(each, label="", mode="marks") for each in _over_loops(view, lambda loop: loop.radial_increment)]
+    predicted = [
+        replace(each, label="", mode="lines") for each in _over_loops(view, lambda loop: loop.predicted_increment)
+    ]
+    angle = [replace(each, label="") for each in _over_loops(view, lambda loop: loop.angular_step_times_scale)]
+    x = Axis("loop k", whole=True, shows=(0, ROLLOUT + 1))
+    depths = [Level(float(depth), of="x") for depth in sorted({row.num_loops for row in view.rows})]
+    log, signed = Axis("", "log"), Axis("", "signed-log", linear_below=0.01)
+    panels = {
+        "scale s_k": (log, scale),
+        "increment of s: measured (marks), ã/d (lines)": (signed, [*predicted, *measured]),
+        "angular step × scale": (log, angle),
+    }
+    return [
+        Chart(name="thirty-loops", title=title, x=x, y=y, series=series, levels=depths)
+        for title, (y, series) in panels.items()
+    ]
 
 
-def _over_loops(view: View, name: str, of: Callable[[AuditedLoop], float | None]) -> tuple[list[int], list[float]]:
-    """Means over seeds at every loop that has the value."""
-    values: dict[int, list[float]] = {}
-    for row in view.of(name).values():
-        for loop in row.loops:
-            if (value := of(loop)) is not None:
-                values.setdefault(loop.k, []).append(value)
-    ks = sorted(values)
-    return ks, [mean(values[k]) for k in ks]
+def _over_loops(view: View, of: Callable[[AuditedLoop], float | None]) -> list[Series]:
+    """Of every condition the means over seeds at every loop that has the value."""
+    made = []
+    for name in view.conditions():
+        values: dict[int, list[float]] = {}
+        for row in view.of(name).values():
+            for loop in row.loops:
+                if (value := of(loop)) is not None:
+                    values.setdefault(loop.k, []).append(value)
+        ks = sorted(values)
+        if ks:
+            style = replace(STYLES[name], size=3.0, width=1.2)
+            made.append(Series(label=_label(view, name), xs=ks, ys=[mean(values[k]) for k in ks], style=style))
+    return made
 
 
 # --- Figure 4: the frontier ------------------------------------------------------------------------------------------
 
 
-def frontier(view: View) -> Figure | None:
+def frontier(view: View) -> list[Chart]:
     """Perplexity against throughput at every trained depth, of the models whose exits are trained.
 
     Rows were timed in different minutes, beside others, and do the same work at a depth: only their readouts differ.
     So every condition stands at the same throughput, the median over all rows.
     """
-    names = [name for name in view.conditions() if CONDITIONS[name].placement == "per-loop"]
     evaluations = [row.evaluation for row in view.rows if row.evaluation and row.evaluation.throughput]
     timed = [{each.k: each.tokens_per_second for each in found.throughput} for found in evaluations]
-    if not names or not timed:
-        return None
-    figure, (axes,) = new_figure()
-    ks = sorted(set(timed[0]).intersection(*timed))
-    speeds = [statistics.median(each[k] for each in timed) for k in ks]
-    for name in names:
-        colour, marker = STYLES[name]
-        rows = list(view.of(name).values())
-        quality = [mean(perplexity_at(row, k, view.split) or math.nan for row in rows) for k in ks]
-        axes.plot(speeds, quality, color=colour, marker=marker, markersize=5, linewidth=1.2, label=_label(view, name))
-    axes.set_xscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        _plain(axis)
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xticks(speeds)
-    axes.set_xticklabels([f"{speed:,.0f}\nK = {k}" for k, speed in zip(ks, speeds, strict=True)])
-    axes.set_xlabel(f"tokens per second at depth K with one readout (median of {len(view.rows)} rows)")
-    axes.set_ylabel("validation perplexity")
-    axes.set_title("Compute and quality, per-loop models")
-    figure.legend(loc="outside right upper")
-    return figure
+    ks = sorted(set(timed[0]).intersection(*timed)) if timed else []
+    speeds = {k: statistics.median(each[k] for each in timed) for k in ks}
+    series = []
+    for name in view.conditions():
+        if CONDITIONS[name].placement == "per-loop" and ks:
+            rows = list(view.of(name).values())
+            quality = [mean(perplexity_at(row, k, view.split) or math.nan for row in rows) for k in ks]
+            series.append(Series(label=_label(view, name), xs=list(speeds.values()), ys=quality, style=STYLES[name]))
+    x = Axis(
+        f"tokens per second at depth K with one readout (median of {len(view.rows)} rows)",
+        "log",
+        ticks={speed: f"{speed:,.0f}\nK = {k}" for k, speed in speeds.items()},
+    )
+    y = Axis("validation perplexity")
+    return [Chart(name="frontier", title="Compute and quality, per-loop models", x=x, y=y, series=series)]
 
 
-# --- the α-sweep -----------------------------------------------------------------------------------------------------
+# --- the α-sweep and the gates ---------------------------------------------------------------------------------------
 
 
-def alpha_sweep(view: View) -> Figure | None:
-    """Change of CE at full depth when the final state is scaled by α before the readout."""
-    curves = {name: _curve(view, name) for name in view.conditions()}
-    curves = {name: curve for name, curve in curves.items() if curve[0]}
-    if not curves:
-        return None
-    figure, (axes,) = new_figure()
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=0.01)
-    for place, (name, (alphas, change)) in enumerate(curves.items()):
-        colour, marker = STYLES[name]
-        width = 1 + 0.4 * (len(curves) - place)  # lines that lie on one another are seen as stripes
-        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": width}
-        axes.plot(alphas, change, label=_label(view, name), **look)
-    _plain(axes.xaxis)
-    _plain(axes.yaxis)
-    axes.set_xlabel("α: final state × α before the readout")
-    axes.set_ylabel("change of CE at loop K, nats")
-    axes.set_title("What the loss sees of the scale")
-    figure.legend(loc="outside right upper")
-    return figure
+def alpha_sweep(view: View) -> list[Chart]:
+    """Change of CE at full depth when the final state is scaled by α before the readout: means over seeds."""
+    series = []
+    for name in view.conditions():
+        found = [changes for row in view.of(name).values() if (changes := alpha_changes(row))]
+        alphas = list(found[0]) if found else []
+        same = [changes for changes in found if list(changes) == alphas]
+        if alphas:
+            change = [mean(changes[alpha] for changes in same) for alpha in alphas]
+            series.append(Series(label=_label(view, name), xs=alphas, ys=change, style=replace(STYLES[name], size=3.0)))
+    title = "What the loss sees of the scale"
+    return [Chart(name="alpha-sweep", title=title, x=ALPHA, y=CHANGE, series=series, is_nested=True)]
 
 
-def _curve(view: View, name: str) -> tuple[list[float], list[float]]:
-    """The αs, and the mean over seeds of CE(α) − CE(1)."""
-    found = [changes for row in view.of(name).values() if (changes := alpha_changes(row))]
-    alphas = list(found[0]) if found else []
-    same = [changes for changes in found if list(changes) == alphas]
-    return alphas, [mean(changes[alpha] for changes in same) for alpha in alphas]
-
-
-# --- gates -----------------------------------------------------------------------------------------------------------
-
-GATE_LINES = {"h": "-", "norm(h)": ":"}
-
-
-def gates(view: View) -> Figure | None:
+def gates(view: View) -> list[Chart]:
     """The same gate on h (solid) and on norm(h) (dotted): how large its logits get where the state is long, and what it
     saves at the same bound."""
-    names = [name for name in view.conditions() if any(_gates(view, name, reads) for reads in GATE_LINES)]
-    if not names:
-        return None
-    figure, (size, saving) = new_figure(2, width=10.5, height=3.9)
-    for place, name in enumerate(names):
-        colour, marker = STYLES[name]
-        for reads, dashes in GATE_LINES.items():
-            found = _gates(view, name, reads)
+    sizes, savings = [], []
+    for place, name in enumerate(view.conditions()):
+        for reads, side in (("h", -0.1), ("norm(h)", 0.1)):
+            rows = [row.halting for row in view.of(name).values() if row.halting]
+            found = [gate for row in rows for gate in row.gates if gate.reads == reads]
             loops = [loop for gate in found for loop in gate.loops if loop.k and loop.norm and loop.logit is not None]
             ks = sorted({loop.k for loop in loops if loop.k})
             norms = [mean(loop.norm for loop in loops if loop.k == k and loop.norm) for k in ks]
             logits = [mean(loop.logit for loop in loops if loop.k == k and loop.logit is not None) for k in ks]
-            look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linestyle": dashes}
-            label = _label(view, name) if reads == "h" else None
-            size.plot(norms, logits, linewidth=1.2, label=label, **look)
+            style = replace(STYLES[name], dash="-" if reads == "h" else ":", is_open=reads != "h")
+            label = _label(view, name) if reads == "h" else ""
+            if ks:
+                sizes.append(Series(label=label, xs=norms, ys=logits, style=replace(style, size=4.0, width=1.2)))
             saved = [value for gate in found if (value := gate.saved) is not None]
             if saved:
-                at = place + (-0.2 if reads == "h" else 0.2)
-                fill = colour if reads == "h" else "none"
-                saving.bar(at, mean(saved), 0.38, facecolor=fill, edgecolor=colour, linestyle=dashes)
-    size.set_xscale("log")
-    size.set_yscale("log")
-    size.axhline(SATURATED_LOGIT, color="0.5", linewidth=0.8)
-    size.text(0.02, SATURATED_LOGIT * 1.05, "saturated", color="0.4", transform=size.get_yaxis_transform())
-    for axis in (size.xaxis, size.yaxis):
-        _plain(axis)
-    size.set_xlabel(f"norm ‖h_k‖, loops 1 … {ROLLOUT}")
-    size.set_ylabel("mean |logit| of the gate")
-    size.set_title("a gate on h (solid) and on norm(h) (dotted)")
-    saving.axhline(0, color="0.5", linewidth=0.8)
-    saving.set_xticks([])
-    saving.set_ylabel("loops saved beyond the fixed depth")
-    saving.set_title("saved at the same bound: on h (full), norm(h) (open)")
-    figure.legend(loc="outside lower center", ncols=3)
-    return figure
-
-
-def _gates(view: View, name: str, reads: str) -> list[Gate]:
-    """The gates of a condition's rows that read this."""
-    found = [gate for row in view.of(name).values() if row.halting for gate in row.halting.gates]
-    return [gate for gate in found if gate.reads == reads]
+                style = replace(style, size=9.0)
+                savings.append(Series(label="", xs=[place + side], ys=[mean(saved)], style=style, mode="marks"))
+    size = Chart(
+        name="gates",
+        title="a gate on h (solid) and on norm(h) (dotted)",
+        x=Axis(f"norm ‖h_k‖, loops 1 … {ROLLOUT}", "log"),
+        y=Axis("mean |logit| of the gate", "log"),
+        series=sizes,
+        levels=[Level(SATURATED_LOGIT, "saturated")],
+    )
+    saving = Chart(
+        name="gates",
+        title="saved at the same bound: on h (full), norm(h) (open)",
+        x=Axis("", ticks={}),
+        y=Axis("loops saved beyond the fixed depth"),
+        series=savings,
+        levels=[Level(0.0)],
+    )
+    return [size, saving]
 
 
 def _label(view: View, name: str) -> str:
     return f"{CONDITIONS[name].title} (n={len(view.of(name))})"
 
 
-FIGURES: dict[str, Draw] = {
+FIGURES: dict[str, Callable[[View], list[Chart]]] = {
     "figure1_exit_plane": exit_plane,
     "figure2_visibility_activity": visibility_activity,
     "figure3_thirty_loops": thirty_loops,
@@ -342,166 +252,130 @@ FIGURES: dict[str, Draw] = {
 }
 
 
-# --- Figures 5 and 7: one model of Ouro's kind -----------------------------------------------------------------------
-
-READOUT_STYLES = {AS_IT_IS: ("#d55e00", "o"), REMOVED: ("#0072b2", "^"), FROZEN: ("#56b4e9", "v")}
+# --- Figures 5 to 7: models of Ouro's kind ---------------------------------------------------------------------------
 
 
-def draw_ouro(record: OuroRecord, folder: Path) -> list[Path]:
+def draw_ouro(record: OuroRecord, folder: Path) -> None:
     """Figures 5 and 7 of one model."""
-    return _draw({"figure5_alpha_sweep": _sweep_of_one(record), "figure7_variable_depth": _depth(record)}, folder)
+    last, name = record.last, Path(record.subject.name).name
+    curves = {READOUTS[each]: (last, each, READOUT_STYLES[each]) for each in last.sweep} if last else {}
+    title = f"{name}, loop {last.k if last else 0}: what the loss sees of the scale"
+    save([_sweep(record, curves, title)], folder / "figure5_alpha_sweep")
+    save(_depth(record), folder / "figure7_variable_depth", title=f"{name} at variable depth (dotted: as trained)")
 
 
-def draw_ouro_training(records: dict[str, OuroRecord], folder: Path) -> list[Path]:
+def draw_ouro_training(records: Mapping[str, OuroRecord], folder: Path) -> None:
     """Figure 6: the sweep of Figure 5 on models that were trained with and without the norm, by condition."""
-    return _draw({"figure6_trained_alpha_sweep": _sweep_of_trained(records)}, folder)
+    curves = {}
+    for name, record in records.items():
+        if record.states and (last := record.last):
+            own = AS_IT_IS if AS_IT_IS in last.sweep else REMOVED
+            curves[name] = (last, own, STYLES[name.rpartition("-s")[0]])
+    first = next((record for record in records.values() if record.states and record.last), None)
+    charts = [_sweep(first, curves, "Trained with and without the norm before the head")] if first else []
+    save(charts, folder / "figure6_trained_alpha_sweep")
 
 
-def _draw(figures: dict[str, Callable[[], Figure | None]], folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    for name, draw in figures.items():
-        with mpl.rc_context(SETTINGS):
-            figure = draw()
-        written += save(figure, folder / name)
-    return written
-
-
-def _sweep_of_one(record: OuroRecord) -> Callable[[], Figure | None]:
-    def draw() -> Figure | None:
-        if record.states is None or record.last is None:
-            return None
-        curves = {READOUTS[name]: (record.last, name, READOUT_STYLES[name]) for name in record.last.sweep}
-        title = f"{Path(record.subject.name).name}, loop {record.last.k}: what the loss sees of the scale"
-        return _sweep_figure(record.states.alphas, curves, title)
-
-    return draw
-
-
-def _sweep_of_trained(records: dict[str, OuroRecord]) -> Callable[[], Figure | None]:
-    def draw() -> Figure | None:
-        known = {name: record for name, record in records.items() if record.states and record.last}
-        if not known:
-            return None
-        curves: dict[str, Curve] = {}
-        for name, record in known.items():
-            assert record.last is not None
-            own = AS_IT_IS if AS_IT_IS in record.last.sweep else REMOVED
-            curves[name] = (record.last, own, STYLES[name.rpartition("-s")[0]])
-        states = next(iter(known.values())).states
-        assert states is not None
-        return _sweep_figure(states.alphas, curves, "Trained with and without the norm before the head")
-
-    return draw
-
-
-Curve = tuple[LoopStates, ReadoutKind, tuple[str, str]]
-"""States, the readout they are swept through, colour and marker."""
-
-
-def _sweep_figure(alphas: list[float], curves: dict[str, Curve], title: str) -> Figure:
+def _sweep(record: OuroRecord, curves: Mapping[str, tuple[LoopStates, ReadoutKind, Style]], title: str) -> Chart:
     """Change of CE against α; the legend has the CE at α = 1, where every curve is zero."""
-    figure, (axes,) = new_figure()
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=0.01)
-    middle = alphas.index(1.0)
-    for label, (loop, readout, (colour, marker)) in curves.items():
+    alphas = record.states.alphas if record.states else []
+    series = []
+    for label, (loop, readout, style) in curves.items():
         ce = [math.nan if value is None else value for value in loop.sweep[readout]]
-        change = [value - ce[middle] for value in ce]
-        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4}
-        axes.plot(alphas, change, label=f"{label} (CE {ce[middle]:.3g})", **look)
-    for axis in (axes.xaxis, axes.yaxis):
-        _plain(axis)
-    axes.set_xlabel("α: final state × α before the readout")
-    axes.set_ylabel("change of CE at loop K, nats")
-    axes.set_title(title)
-    figure.legend(loc="outside right upper")
-    return figure
+        own = ce[alphas.index(1.0)]
+        change = [value - own for value in ce]
+        series.append(Series(label=f"{label} (CE {brief(own)})", xs=alphas, ys=change, style=style))
+    return Chart(name="alpha-sweep", title=title, x=ALPHA, y=CHANGE, series=series)
 
 
-def _depth(record: OuroRecord) -> Callable[[], Figure | None]:
+def _depth(record: OuroRecord) -> list[Chart]:
     """Perplexity and throughput at every depth, and downstream scores where tasks were asked for."""
-
-    def curve(axes: Axes, values: dict[int, float | None], **look: Any) -> None:
-        known = {k: value for k, value in values.items() if value is not None}
-        axes.plot(list(known), list(known.values()), **look)
-
-    def draw() -> Figure | None:
-        if record.depths is None:
-            return None
-        scored = bool(record.tasks)
-        figure, panels = new_figure(3 if scored else 2, width=11.5 if scored else 8.0, height=3.6)
-        look: dict[str, Any] = {"color": "#d55e00", "marker": "o", "markersize": 4, "linewidth": 1.4}
-        curve(panels[0], {depth.k: depth.perplexity for depth in record.depths.depths}, **look)
-        panels[0].set_ylabel("perplexity")
-        curve(panels[1], {speed.k: speed.tokens_per_second for speed in record.throughput}, **look)
-        panels[1].set_ylabel("tokens per second, one readout")
-        panels[1].set_ylim(bottom=0)
-        first_metric = {score.task: score.metric for score in reversed(record.tasks)}
-        for (colour, marker), (task, metric) in zip(STYLES.values(), first_metric.items(), strict=False):
-            scores = {score.k: score.value for score in record.tasks if (score.task, score.metric) == (task, metric)}
-            curve(panels[2], scores, **{**look, "color": colour, "marker": marker}, label=f"{task} ({metric})")
-        if scored:
-            panels[2].set_ylabel("downstream score")
-            panels[2].legend(fontsize=7)
-        for axes in panels:
-            axes.set_xlabel("loops K")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            _plain(axes.yaxis)
-            axes.axvline(record.subject.num_loops, color="0.5", linewidth=0.8, linestyle=":")
-        figure.suptitle(f"{Path(record.subject.name).name} at variable depth (dotted: as trained)")
-        return figure
-
-    return draw
-
-
-# --- laws of loops ---------------------------------------------------------------------------------------------------
-
-COLOURS = ("#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9")
-MARKERS = "osD^vP"
+    if record.depths is None:
+        return []
+    style = STYLES["per-loop+rmsnorm"]
+    depths = record.depths.depths
+    panels = {
+        "perplexity": [_line("", {depth.k: depth.perplexity for depth in depths}, style)],
+        "tokens per second, one readout": [_line("", {s.k: s.tokens_per_second for s in record.throughput}, style)],
+    }
+    first_metric = {score.task: score.metric for score in reversed(record.tasks)}
+    if record.tasks:
+        panels["downstream score"] = [
+            _line(
+                f"{task} ({metric})",
+                {score.k: score.value for score in record.tasks if (score.task, score.metric) == (task, metric)},
+                style,
+            )
+            for style, (task, metric) in zip(STYLES.values(), first_metric.items(), strict=False)
+        ]
+    trained = [] if record.subject.num_loops is None else [Level(float(record.subject.num_loops), of="x")]
+    x = Axis("loops K", whole=True)
+    return [
+        Chart(
+            name="variable-depth",
+            title="",
+            x=x,
+            y=Axis(what, shows=(0.0,) if what.startswith("tokens") else ()),
+            series=series,
+            levels=trained,
+        )
+        for what, series in panels.items()
+    ]
 
 
-def draw_scaling(found: ScalingRecord, folder: Path) -> list[Path]:
-    """scaling.svg and scaling.pdf: does the law fit, and what is the next loop worth?"""
-    with mpl.rc_context(SETTINGS):
-        figure = _scaling_figure(found)
-    return list(save(figure, folder / "scaling"))
+def _line(label: str, values: Mapping[int, float | None], style: Style) -> Series:
+    return Series(label=label, xs=list(values), ys=list(values.values()), style=style)
 
 
-def _scaling_figure(found: ScalingRecord) -> Figure:
-    figure, (fits, right) = new_figure(2, width=10.0)
-    loops = sorted({p.loops for p in found.points})
-    for place, r in enumerate(loops):
-        pairs = [(p.loss, p.predicted) for p in found.points if p.loops == r and p.predicted is not None]
-        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
-        label = f"{r} loop{'' if r == 1 else 's'}"
-        measured, expected = ([pair[side] for pair in pairs] for side in (0, 1))
-        fits.scatter(measured, expected, s=24, linewidths=0, label=label, color=colour, marker=marker)
+# --- a law of loops --------------------------------------------------------------------------------------------------
+
+
+def draw_scaling(found: ScalingRecord, folder: Path) -> None:
+    """Does the law fit, and what is the next loop worth?"""
+    styles = {r: LOOPS[n % len(LOOPS)] for n, r in enumerate(sorted({p.loops for p in found.points}))}
     ends = [min(p.loss for p in found.points), max(p.loss for p in found.points)]
-    fits.plot(ends, ends, color="0.5", linewidth=0.8)
-    fits.set_xlabel("measured loss, nats per token")
-    fits.set_ylabel("loss by the law")
-    fits.set_title(f"Every run; missed by {found.fit.error:.2%} on average")
-    fits.legend(loc="lower right")
-    if found.worth:
-        xs = [each.loop for each in found.worth]
-        ys = [each.worth for each in found.worth]
-        bars = [[y - each.low for y, each in zip(ys, found.worth, strict=True)]]
-        bars.append([each.high - y for y, each in zip(ys, found.worth, strict=True)])
-        right.errorbar(xs, ys, yerr=bars, fmt="o", color=COLOURS[0], capsize=3)
-        right.axhline(1, color="0.5", linewidth=0.8)
-        right.axhline(0, color="0.5", linewidth=0.8)
-        right.set_xticks(xs)
-        right.set_xlabel("loop r")
-        right.set_ylabel("worth in recurrent parameters, r^φ − (r−1)^φ")
-        right.set_title(f"φ = {found.told_phi}")
-    else:
-        for place, r in enumerate(loops):
-            for p in (p for p in found.points if p.loops == r and len(p.depths) > 1):
-                ks, losses = zip(*p.depths, strict=True)
-                right.plot([k / r for k in ks], losses, color=COLOURS[place % len(COLOURS)], linewidth=0.8)
-        right.set_xlabel("loops at test time over loops trained, T/μ")
-        right.set_ylabel("loss, nats per token")
-        told = "" if found.test_time is None else f": z = {found.test_time.z:.2f}"
-        right.set_title(f"Loops at test time{told}")
-    return figure
+    series = [Series(label="", xs=ends, ys=ends, style=GREY, mode="lines")]
+    for r, style in styles.items():
+        points = [p for p in found.points if p.loops == r]
+        xs, ys = [p.loss for p in points], [p.predicted for p in points]
+        series.append(Series(label=f"{r} loop{'' if r == 1 else 's'}", xs=xs, ys=ys, style=style, mode="marks"))
+    fits = Chart(
+        name="scaling",
+        title=f"Every run; missed by {found.fit.error:.2%} on average",
+        x=Axis("measured loss, nats per token"),
+        y=Axis("loss by the law"),
+        series=series,
+    )
+    save([fits, _worth(found) if found.worth else _at_test_time(found, styles)], folder / "scaling")
+
+
+def _worth(found: ScalingRecord) -> Chart:
+    loops = [each.loop for each in found.worth]
+    worth = Series(
+        label="",
+        xs=loops,
+        ys=[each.worth for each in found.worth],
+        style=LOOPS[0],
+        mode="marks",
+        ends=[(each.low, each.high) for each in found.worth],
+    )
+    return Chart(
+        name="scaling",
+        title=f"φ = {found.told_phi}",
+        x=Axis("loop r", ticks={float(loop): str(loop) for loop in loops}),
+        y=Axis("worth of loop r, r^φ − (r−1)^φ"),
+        series=[worth],
+        levels=[Level(0.0), Level(1.0)],
+    )
+
+
+def _at_test_time(found: ScalingRecord, styles: Mapping[int, Style]) -> Chart:
+    told = "" if found.test_time is None else f": z = {found.test_time.z:.2f}"
+    series = []
+    for p in found.points:
+        if len(p.depths) > 1:
+            ks, losses = zip(*p.depths, strict=True)
+            style = replace(styles[p.loops], width=0.8)
+            series.append(Series(label="", xs=[k / p.loops for k in ks], ys=losses, style=style, mode="lines"))
+    x, y = Axis("loops at test time over loops trained, T/μ"), Axis("loss, nats per token")
+    return Chart(name="scaling", title=f"Loops at test time{told}", x=x, y=y, series=series)

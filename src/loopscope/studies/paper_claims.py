@@ -54,11 +54,6 @@ def symlog(nats: Any) -> Any:
     return np.sign(nats) * np.log1p(np.abs(nats) / LINEAR_BELOW)
 
 
-def unsymlog(height: Any) -> Any:
-    """The exit failure at a height of Figure 1."""
-    return np.sign(height) * LINEAR_BELOW * np.expm1(np.abs(height))
-
-
 def _ratio(view: View, above: str, below: str) -> dict[int, float]:
     return {seed: a / b for seed, (a, b) in view.paired(final_norm, above, below).items() if b}
 
