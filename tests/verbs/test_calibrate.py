@@ -166,8 +166,8 @@ def test_where_units_are_many_articles_take_turns(tmp_path):
 
 def test_text_without_articles_comes_in_blocks_and_the_policy_says_so(tmp_path):
     path = tmp_path / "plain.txt"
-    path.write_text("".join(f"line {n} of a text about rivers and {n * n} stones\n" for n in range(2000)))
-    found = calibrate(demo(), rules=["margin"], data=[str(path)], max_ppl_increase=9.0)
+    path.write_text("".join(f"line {n} of a text about rivers and {n * n} stones\n" for n in range(500)))
+    found = calibrate(demo(), rules=["margin"], data=[str(path)], max_ppl_increase=9.0, unit_tokens=128)
     assert found.homes == "block" and any("blocks" in note for note in found.notes)
     assert "articles being unknown" in policy_of(found, found.certificates[0]).promise.about
     assert found.articles["calibration"] <= -(-found.units["calibration"] // BLOCK_UNITS) + 1
@@ -227,7 +227,7 @@ def test_a_verification_that_fails_too_often_says_so(monkeypatch):
 def test_a_probe_goes_through_its_policy_file_into_decoding(tmp_path):
     path = tmp_path / "policy.json"
     found = calibrate(
-        demo(), rules=["probe"], max_ppl_increase=9.0, fill="project", speed=True, max_units=60, unit_tokens=128
+        demo(), rules=["probe"], max_ppl_increase=9.0, fill="project", speed=True, max_units=60, unit_tokens=32
     )
     (certificate,) = found.certificates
     assert certificate.mean_loops < 4 and certificate.tokens_per_second > 0 and found.tokens_per_second > 0
@@ -300,7 +300,7 @@ def test_a_coda_that_attends_and_a_rule_of_another_name_are_refused(tmp_path, ca
 
 def test_every_field_that_is_printed_as_json_is_documented(capsys):
     docs = (Path(__file__).parents[2] / "docs" / "halting.md").read_text(encoding="utf-8")
-    asked = ["--tokenizer", "bytes", "--max-units", "100", "--unit-tokens", "128", "--max-ppl-increase", "9"]
+    asked = ["--tokenizer", "bytes", "--max-units", "100", "--unit-tokens", "32", "--max-ppl-increase", "9"]
     assert main(["calibrate", "preset:demo", *asked, "--rule", "margin", "--verify", "5", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     certificate = printed["certificates"][0]
