@@ -64,10 +64,10 @@ def report_cost(config: Config) -> bool:
     result = audit(config)
     steps += step_seconds(config, 2)
     step = statistics.median(steps)
-    in_steps = result.cost["seconds"] / step
+    in_steps = result.cost.seconds / step
     step_mib, audit_mib = extra_peak_mib(lambda: training_step(config)), extra_peak_mib(lambda: audit(config, states=2))
     met = in_steps <= STEPS_ALLOWED and audit_mib <= step_mib
-    print(f"paper-44m: {result.verdict}, {result.blind_directions.dimension} blind, {result.cost['seconds']:.1f} s")
+    print(f"paper-44m: {result.verdict}, {result.blind_directions.dimension} blind, {result.cost.seconds:.1f} s")
     print(f"  training step {step:.2f} s [{min(steps):.2f}, {max(steps):.2f}]: the audit costs {in_steps:.1f} steps")
     print(f"  extra peak memory: training step {step_mib:.0f} MiB, audit {audit_mib:.0f} MiB")
     print(f"  target ≤ {STEPS_ALLOWED} steps and ≤ 1 step's memory: {'met' if met else 'MISSED'}")

@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -42,7 +42,7 @@ from torch import Tensor
 import loopscope as ls
 from loopscope.auditing.drift import drift
 from loopscope.auditing.push import push
-from loopscope.auditing.trial import Recipe, Size, TrialObjective, log_size, size_along
+from loopscope.auditing.trial import Size, TrialObjective, log_size, size_along
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import PAPER_PENALTY, Config, ModelConfig, config_to_dict
 from loopscope.data.preparation import prepare
@@ -52,6 +52,7 @@ from loopscope.objectives.placement import Objective
 from loopscope.objectives.terms import terms_of
 from loopscope.options import PushOptions
 from loopscope.protocol import Cache, LoopState
+from loopscope.results.audit import Recipe
 from loopscope.results.thresholds import RAN
 from loopscope.rows.conditions import apply_recipe
 from loopscope.training.optimizers import Optimizers, clip_gradients, learning_rate
@@ -234,7 +235,7 @@ def push_row(row: Row, out: Path) -> Json:
         options=PUSH,
         name=row.name,
     )
-    pushed = result.to_json()["pushes"][0]
+    pushed = asdict(result.pushes[0])
     rounded = {name: [round(value, 4) for value in pushed[name]] for name in ("growth_by_step", "paid_by_step")}
     return {**pushed, **rounded, "name": row.name, "variable": row.variable, "twin_loss": result.twin_loss}
 

@@ -18,8 +18,8 @@ import yaml
 
 import loopscope as ls
 from loopscope.cli import main
-from loopscope.cli.formats import Audited, exit_code, junit, line_of, lines, sarif
 from loopscope.options import AuditOptions
+from loopscope.show.formats import AuditedTarget, exit_code, junit, line_of, lines, sarif
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "pipeline"
@@ -29,26 +29,30 @@ NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 
 @pytest.fixture(scope="module")
-def audited() -> Audited:
+def audited() -> AuditedTarget:
     """The audit of the blind example, as the verb hands it on."""
     result = ls.audit(EXAMPLE / BLIND, options=AuditOptions(states=1, prefix=4, tokens=32, rollout=4))
-    return Audited(BLIND, result, EXAMPLE / BLIND)
+    return AuditedTarget(BLIND, result, EXAMPLE / BLIND)
 
 
 @pytest.fixture
-def undecided(audited) -> Audited:
+def undecided(audited) -> AuditedTarget:
     variables = [replace(variable, verdict="removed") for variable in audited.result.variables]
-    doubt = "Undecided: no loop reads the state yet <&> \x00."
-    return Audited("their:model", replace(audited.result, verdict="undecided", summary=doubt, variables=variables))
+    checks = replace(audited.result.checks, doubts=["no loop reads the state yet <&> \x00"])
+    return AuditedTarget(
+        "their:model", replace(audited.result, verdict="undecided", checks=checks, variables=variables)
+    )
 
 
 @pytest.fixture
-def controlled(audited) -> Audited:
+def controlled(audited) -> AuditedTarget:
     variables = [replace(variable, verdict="visible") for variable in audited.result.variables]
-    return Audited(CONTROLLED, replace(audited.result, verdict="controlled", variables=variables), EXAMPLE / CONTROLLED)
+    return AuditedTarget(
+        CONTROLLED, replace(audited.result, verdict="controlled", variables=variables), EXAMPLE / CONTROLLED
+    )
 
 
-MISTAKE = Audited("nowhere", None, error="nowhere is no target")
+MISTAKE = AuditedTarget("nowhere", None, error="nowhere is no target")
 
 
 @pytest.fixture

@@ -22,10 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the one list of public names: type checkers and editors read it as it stands, `_homes` when running
-    from loopscope.auditing.clamp import clamped as clamped
-    from loopscope.auditing.push import PushResult as PushResult
-    from loopscope.auditing.result import AuditResult as AuditResult
-    from loopscope.auditing.trial import Recipe as Recipe
+    from loopscope.auditing.interventions import clamped as clamped
     from loopscope.auditing.watch import watch as watch
     from loopscope.config import Config as Config
     from loopscope.config import ModelConfig as ModelConfig
@@ -65,6 +62,9 @@ if TYPE_CHECKING:  # the one list of public names: type checkers and editors rea
     from loopscope.protocol import SharedCore as SharedCore
     from loopscope.protocol import adapt as adapt
     from loopscope.protocol import run_loops as run_loops
+    from loopscope.results.audit import AuditResult as AuditResult
+    from loopscope.results.audit import PushResult as PushResult
+    from loopscope.results.audit import Recipe as Recipe
     from loopscope.results.halting import Calibration as Calibration
     from loopscope.targets import Opened as Opened
     from loopscope.targets import load as load

@@ -111,7 +111,7 @@ class AuditOptions:
         return self.method == "matrix-free" or (self.method == "auto" and width > 1024)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)  # the record of a push test holds it, too
 class PushOptions:
     """How hard and how long a push test pushes."""
 

@@ -6,14 +6,15 @@ Nothing here raises for what a file says: what cannot be used is a gap, and a se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from loopscope.config import Config, read_config
-from loopscope.files import Part, Problems, read_as, words
+from loopscope.files import Problems, words
+from loopscope.results.audit import AuditedLoop, AuditResult
 from loopscope.results.evaluation import Depth, Evaluation, Split
 from loopscope.results.halting import CalibratedHalting, Calibration
 from loopscope.results.record import read_record
@@ -28,223 +29,12 @@ from loopscope.results.run import (
     RowRecord,
     read_metrics,
 )
-from loopscope.results.thresholds import FURTHEST, HIDDEN_SHARE, NOTICED, TENFOLD
-from loopscope.show.numbers import fold, percent
+from loopscope.results.thresholds import HIDDEN_SHARE, NOTICED
 
 GUARDED = ("skip", "rolled-back")
 """Events by which a guard changes a run."""
-CLAMPS_BEFORE_THE_FIELD = ("radial clamp: growth removed", "radial clamp: frozen at loop 1")
-"""Interventions on the scale in audits from before they said so."""
 
 State = Literal["finished", "unfinished", "stopped", "failed", "empty"]
-
-
-# --- audit.json ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Variable:
-    """The verdict on one variable of the state."""
-
-    name: str
-    verdict: str
-    visibility: float | None
-    delayed_visibility: float | None
-    activity: float | None
-    evidence: str
-    remedy: str
-    flag: str
-    free_range: float | None = None
-    """How many times the state's length it can run before the objective notices; None in audits of older versions."""
-    free_tokens: float | None = None
-    """Share of tokens for which that is tenfold or more."""
-    drift: float | None = None
-    """Relative growth per step of training."""
-    driven: bool | None = None
-    """Whether that is 1 % a step or more, beyond chance."""
-
-
-@dataclass(frozen=True)
-class Push:
-    """How far a variable went when it was rewarded for growing."""
-
-    name: str
-    growth: float | None
-    """Its size over that without the reward."""
-    paid: float | None
-    """Nats by which the objective ended above that without the reward."""
-    far: bool | None
-    """Whether it ran away."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lemma2:
-    """Sums over tokens of what one loop moves, and of what Lemma 2 misses of that."""
-
-    tokens: int | None
-    scale_moved: float | None
-    scale_missed: float | None
-    direction_moved: float | None
-    direction_missed: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditedLoop:
-    """One loop of the audit's rollout."""
-
-    k: int
-    norm: float | None
-    scale: float | None
-    radial_gradient_share: float | None
-    radial_increment: float | None
-    predicted_increment: float | None
-    angular_step: float | None
-    angular_step_times_scale: float | None
-    radial_update: float | None
-    tangential_update: float | None
-    norm_quantiles: list[float | None]
-    scale_curvature: float | None
-    """Mean over tokens of d²CE/d(ln α)²; None in audits of older versions, and beyond the trained depth."""
-    scale_curvature_size: float | None
-    """Median over tokens of its absolute value."""
-    lemma_2: Lemma2 | None
-    """None in audits of older versions, and without a next loop."""
-
-    @classmethod
-    def from_json(cls, part: Part, k: int) -> Self:
-        """What can be read of it."""
-        tested = part.part("lemma_2")
-        return part.as_a(cls, k=k, lemma_2=tested.as_a(Lemma2) if tested.values else None)
-
-
-@dataclass(frozen=True)
-class Intervention:
-    """What changing a variable between loops does to the loss."""
-
-    name: str
-    clamps: str
-    """The variable that it holds still; empty where it does something else to one."""
-    ce: float | None
-    delta_ce: float | None
-
-
-@dataclass(frozen=True)
-class Token:
-    """One of the tokens with the longest states."""
-
-    text: str
-    token: int | None
-    position: int | None
-    norm: float | None
-    ratio: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Audit:
-    """audit.json as far as it can be read."""
-
-    verdict: str
-    """blind-spot, controlled or undecided."""
-    summary: str
-    step: int | None
-    num_loops: int | None
-    width: int | None
-    variables: list[Variable]
-    dimension: int | None
-    """Of the directions that no loss sees."""
-    named: list[str]
-    """Those of them that have names."""
-    loops: dict[int, AuditedLoop]
-    alphas: list[float | None]
-    sweeps: dict[int, list[float | None]]
-    """CE at each α, by the loop whose state was stretched."""
-    interventions: list[Intervention]
-    heaviest: list[Token]
-    is_up_to_date: bool
-    """Whether its loops were asked for all that they are asked for today, whatever came of it."""
-    pushes: list[Push]
-    """Empty where the push test was not asked for."""
-    token_motion: str
-    """How tokens move over many loops, in a sentence; empty where that was not asked for."""
-    notes: list[str]
-
-    @property
-    def blind(self) -> list[str]:
-        """Blind variables by name."""
-        return [variable.name for variable in self.variables if variable.verdict == "blind"]
-
-    @property
-    def tests_of_lemma_2(self) -> list[Lemma2]:
-        """One for each loop of the rollout that has a next one; none in audits of older versions."""
-        return [loop.lemma_2 for loop in self.loops.values() if loop.lemma_2 is not None]
-
-    @property
-    def scale_missed(self) -> float | None:
-        """Share of the motion of scale over all loops that Lemma 2 misses; None where no token could be counted."""
-        tests = self.tests_of_lemma_2
-        return _quotient([one.scale_missed for one in tests], [one.scale_moved for one in tests])
-
-    @property
-    def direction_missed(self) -> float | None:
-        """The same of the motion of direction."""
-        tests = self.tests_of_lemma_2
-        return _quotient([one.direction_missed for one in tests], [one.direction_moved for one in tests])
-
-    @classmethod
-    def from_json(cls, part: Part) -> Self:
-        """What can be read of it."""
-        model, directions, sweep = part.part("model"), part.part("blind_directions"), part.part("alpha_sweep")
-        loops = part.by_number("loops")
-        asked = {field.name for field in fields(AuditedLoop)}
-        return part.as_a(
-            cls,
-            is_up_to_date=bool(loops) and all(asked <= loop.values.keys() for loop in loops.values()),
-            step=model.integer("step"),
-            num_loops=model.integer("num_loops"),
-            width=model.integer("width"),
-            variables=[row.as_a(Variable, name=row.text("name") or "unnamed") for row in part.parts("variables")],
-            dimension=directions.integer("dimension"),
-            named=[name for row in directions.parts("named") if (name := row.text("name"))],
-            loops={k: AuditedLoop.from_json(row, k) for k, row in loops.items()},
-            alphas=sweep.numbers("alphas"),
-            sweeps={k: row.numbers("ce") for k, row in sweep.by_number("loops").items()},
-            interventions=[row.as_a(Intervention, clamps=_clamped(row)) for row in part.parts("interventions")],
-            heaviest=[row.as_a(Token) for row in part.parts("heaviest_tokens")],
-            pushes=[row.as_a(Push, name=row.text("name") or "unnamed") for row in part.part("push").parts("pushes")],
-            token_motion=part.part("token_motion").text("summary"),
-            notes=part.part("checks").texts("notes"),
-        )
-
-
-def _quotient(above: Sequence[float | None], below: Sequence[float | None]) -> float | None:
-    """Σ above / Σ below, where every one of them was measured: what hardly moves weighs as little."""
-    numerators, denominators = ([value for value in values if value is not None] for values in (above, below))
-    if len(numerators) < len(above) or len(denominators) < len(below) or not sum(denominators):
-        return None
-    return sum(numerators) / sum(denominators)
-
-
-def free_to_grow(factor: float, tokens: float | None = None) -> str:
-    """What a free range says: free to grow 70-fold before it costs 1 % of perplexity.
-
-    Where the median token is held and others are free, `tokens` is the share of those.
-    """
-    if tokens is not None and factor < TENFOLD:
-        few = f"{percent(tokens)} of the tokens ({fold(factor)} for the median one)"
-        return f"free to grow tenfold or more before it costs 1 % of perplexity, for {few}"
-    if factor >= FURTHEST:
-        return "free to grow without limit (a million-fold does not cost 1 % of perplexity)"
-    return f"free to grow {fold(factor)} before it costs 1 % of perplexity"
-
-
-def driven_by_training(rate: float) -> str:
-    """What a drift says: training drives it up by 4 % a step."""
-    return f"training drives it {'up' if rate > 0 else 'down'} by {percent(rate)} a step"
-
-
-def _clamped(intervention: Part) -> str:
-    is_older = "clamps" not in intervention.values and intervention.text("name") in CLAMPS_BEFORE_THE_FIELD
-    return "scale" if is_older else intervention.text("clamps")
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -263,8 +53,8 @@ class Run:
     evals: list[LoggedEvaluation]
     events: list[LoggedEvent]
     evaluation: Evaluation | None
-    audit: Audit | None
-    untrained: Audit | None
+    audit: AuditResult | None
+    untrained: AuditResult | None
     """The audit of the same design with the weights its training began with: rows of a grid have one."""
     halting: CalibratedHalting | None
     """Of a row of a grid whose exits are trained."""
@@ -299,13 +89,16 @@ class Run:
     def num_loops(self) -> int:
         """The depth it was trained at; 0 where no file says so."""
         told = [None if self.config is None else self.config.model.num_loops]
-        told += [source.num_loops for source in (self.audit, self.evaluation) if source is not None]
+        told += [
+            self.audit.model.num_loops if self.audit else None,
+            self.evaluation.num_loops if self.evaluation else None,
+        ]
         return next((loops for loops in told if loops), len(self.depths))
 
     @property
     def width(self) -> int:
         """Width d of the state; 0 where no file says so."""
-        return self.setting("model", "width") or (self.audit and self.audit.width) or 0
+        return self.setting("model", "width") or (self.audit.model.width if self.audit else 0)
 
     @property
     def step(self) -> int:
@@ -402,7 +195,7 @@ class Run:
     @property
     def loops(self) -> list[AuditedLoop]:
         """The audit's loops, in their order."""
-        return list(self.audit.loops.values()) if self.audit else []
+        return self.audit.loops if self.audit else []
 
 
 def read_run(folder: Path, name: str) -> Run:
@@ -418,8 +211,8 @@ def read_run(folder: Path, name: str) -> Run:
         evals=[row for row in rows if isinstance(row, LoggedEvaluation)],
         events=[row for row in rows if isinstance(row, LoggedEvent)],
         evaluation=read_record(folder / "eval.json", Evaluation, problems),
-        audit=read_as(folder / "audit.json", Audit.from_json, problems),
-        untrained=read_as(folder / "audit-untrained.json", Audit.from_json, problems),
+        audit=read_record(folder / "audit.json", AuditResult, problems),
+        untrained=read_record(folder / "audit-untrained.json", AuditResult, problems),
         halting=read_record(folder / "halting.json", CalibratedHalting, problems),
         row=read_record(folder / ROW_FILE, RowRecord, problems),
         problems=problems,
@@ -514,12 +307,12 @@ def radial_clamps(run: Run) -> dict[str, float]:
 
 def alpha_curve(run: Run) -> dict[float, float]:
     """CE by α when the state at the trained depth (else the deepest that was swept) is stretched by α."""
-    sweeps = run.audit.sweeps if run.audit else {}
-    if run.audit is None or not sweeps:
+    if run.audit is None or not run.audit.alpha_sweep.loops:
         return {}
-    ces = sweeps.get(run.num_loops) or sweeps[max(sweeps)]
-    pairs = zip(run.audit.alphas, ces, strict=False)
-    return {alpha: ce for alpha, ce in pairs if alpha is not None and alpha > 0 and ce is not None}
+    sweep = run.audit.alpha_sweep
+    ces = {loop.k: loop.ce for loop in sweep.loops}
+    pairs = zip(sweep.alphas, ces.get(run.num_loops) or ces[max(ces)], strict=False)
+    return {alpha: ce for alpha, ce in pairs if ce is not None}
 
 
 def alpha_changes(run: Run) -> dict[float, float]:
@@ -532,4 +325,4 @@ def alpha_changes(run: Run) -> dict[float, float]:
 def alpha_range(run: Run, split: str | None = None) -> float | None:
     """Largest minus smallest CE over α ∈ [0.1, 10] at full depth; None where one of them was not measured."""
     ces = list(alpha_curve(run).values())
-    return max(ces) - min(ces) if run.audit and ces and len(ces) == len(run.audit.alphas) else None
+    return max(ces) - min(ces) if run.audit and ces and len(ces) == len(run.audit.alpha_sweep.alphas) else None

@@ -126,7 +126,7 @@ def test_a_model_that_insists_on_its_dtype_is_audited_in_it(tiny, ids_BT):
     )
     result = audit(model, [ids_BT])
     assert result.model.audited_in == "float32"
-    assert "does not run in torch.float64" in result.checks["notes"][0]
+    assert "does not run in torch.float64" in result.checks.notes[0]
     assert result.variable("scale").verdict == "blind"
 
 
@@ -145,12 +145,12 @@ def test_norms_and_ce_are_those_of_the_model(tiny, ids_BT):
     model = ls.build(tiny, seed=0).double().eval()
     result = ls.audit(model, [(ids_BT, ids_BT)], options=OPTIONS)
     trace = ls.run_loops(model, ids_BT)
-    assert [loop.activity.norm for loop in result.loops[:3]] == pytest.approx(trace.norms_K().tolist())
+    assert [loop.norm for loop in result.loops[:3]] == pytest.approx(trace.norms_K().tolist())
     logits = model.readout(trace.states[3], 3)
     ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT.flatten())
     assert result.loops[2].ce == pytest.approx(float(ce))
     heaviest = trace.states[3].h_BTD.norm(dim=-1).max()
-    assert result.heaviest_tokens[0]["norm"] == pytest.approx(float(heaviest))
+    assert result.heaviest_tokens[0].norm == pytest.approx(float(heaviest))
 
 
 def test_a_rollout_that_overflows_beyond_the_trained_depth_is_a_note(tiny, ids_BT):
@@ -163,7 +163,7 @@ def test_a_rollout_that_overflows_beyond_the_trained_depth_is_a_note(tiny, ids_B
         module=net,
     )
     result = ls.audit(model, [ids_BT], options=replace(OPTIONS, rollout=40), supervised=[1, 2])
-    assert any("beyond the trained depth" in note for note in result.checks["notes"])
+    assert any("beyond the trained depth" in note for note in result.checks.notes)
 
 
 @pytest.mark.parametrize(

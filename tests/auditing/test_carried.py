@@ -7,6 +7,7 @@ import torch
 
 import loopscope as ls
 from loopscope.errors import ProtocolError
+from loopscope.results.audit import NamedDirection
 
 OPTIONS = ls.AuditOptions(states=3, prefix=8, tokens=64, rollout=6)
 WIDTH, VOCABULARY = 16, 64
@@ -57,7 +58,7 @@ def test_a_second_tensor_that_no_exit_sees_is_blind_by_its_name():
     assert "16 of its 16 directions are blind, any number of lengths of the state along them go unnoticed" in (
         result.variable("z").evidence
     )
-    assert result.blind_directions.named == [{"name": "z", "share": pytest.approx(1, abs=1e-6)}]
+    assert result.blind_directions.named == [NamedDirection(name="z", share=pytest.approx(1, abs=1e-6))]
 
 
 def test_a_second_tensor_that_dies_out_is_damped():
@@ -135,7 +136,7 @@ def test_a_tensor_that_is_zero_at_every_token_searched_is_said_to_be():
 )
 def test_a_tensor_that_cannot_be_searched_is_named_in_a_note(first, following, why):
     result = audited(two_tensors(first, following, read=lambda z: 0.0))
-    assert any("carried['z']" in note and why in note for note in result.checks["notes"])
+    assert any("carried['z']" in note and why in note for note in result.checks.notes)
     assert [one.name for one in result.variables] == ["scale", "mean"]
 
 
@@ -155,7 +156,9 @@ def test_a_tensor_that_is_called_like_a_field_of_h_keeps_its_own_verdict(name):
     result = audited(model)
     assert result.variable(name).verdict == "visible"
     assert result.variable(f"carried[{name!r}]").verdict == "blind"
-    assert result.blind_directions.named == [{"name": f"carried[{name!r}]", "share": pytest.approx(1, abs=1e-6)}]
+    assert result.blind_directions.named == [
+        NamedDirection(name=f"carried[{name!r}]", share=pytest.approx(1, abs=1e-6))
+    ]
 
 
 def test_a_tensor_that_is_called_h_is_refused():
@@ -181,7 +184,7 @@ def test_channels_of_a_tensor_are_counted_within_it():
     result = audited(model)
     assert result.blind_directions.dimension == WIDTH - 4
     assert "12 of its 16 directions are blind" in result.variable("z").evidence
-    names = [one["name"] for one in result.blind_directions.named]
+    names = [one.name for one in result.blind_directions.named]
     assert names == ["channels 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 of z"]
 
 
@@ -207,7 +210,7 @@ def test_a_blind_model_without_weights_is_told_that_nothing_was_tried():
     model = two_tensors(lambda e: e, lambda z, h: z, readout=rms)
     result = audited(model, recipe=ls.Recipe())
     assert result.variable("scale").verdict == "blind" and result.variable("scale").drift is None
-    assert any("was not tried" in note for note in result.checks["notes"])
+    assert any("was not tried" in note for note in result.checks.notes)
 
 
 def test_a_penalty_counts_from_the_scale_of_the_untrained_states(tiny, ids_BT):

@@ -103,7 +103,6 @@ def test_lifted_sizes_do_not_see_growth_below_scale_one():
 def test_the_papers_initialisation_drives_the_scale_behind_a_norm_up():
     found = drift(design(dropout=0.0), text(8), objective(), SCALE, recipe=FAST)["scale"]
     assert found.driven and found.rate > 0.03
-    assert found.sentence() == f"training drives it up by {percent(found.rate)} a step"
 
 
 def test_an_audit_says_how_far_the_scale_is_free_what_holds_it_and_how_training_drives_it():
@@ -185,10 +184,9 @@ def test_a_norm_readout_lets_the_scale_run_where_a_penalty_or_a_raw_readout_hold
     free = pushed(design()).push("scale")
     held = pushed(design(), penalty=0.1).push("scale")
     raw = pushed(design(readout="raw")).push("scale")
-    assert free.is_far
-    assert not held.is_far and not raw.is_far
+    assert free.far
+    assert not held.far and not raw.far
     assert free.growth > 2 * max(held.growth, raw.growth)
-    assert "ran" in free.sentence() and "went" in held.sentence()
 
 
 def test_a_push_holds_the_reward_against_the_same_steps_without_it():

@@ -44,7 +44,7 @@ def audit(model, *, options=OPTIONS, **arguments):
 
 
 def notes(result):
-    return " ".join(result.checks["notes"])
+    return " ".join(result.checks.notes)
 
 
 # --- the model comes back as it was ----------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_model_without_a_loop_beyond_its_depth_is_audited_up_to_it(net, bound,
     result = audit(looped(net, **bound(net)), supervised=supervised)
     assert (result.verdict, result.blind_directions.dimension) == ("blind-spot", 1)
     assert result.variable("scale").verdict == "blind"
-    assert [loop.activity.k for loop in result.loops] == [1, 2, 3]
+    assert [loop.k for loop in result.loops] == [1, 2, 3]
     said = notes(result)
     assert "beyond the trained depth" in said or "beyond its trained depth" in said
     assert "loop 4" in said and "\n" not in said
@@ -326,7 +326,7 @@ def detached_rms(h):
 def test_where_a_norm_detaches_its_statistic_the_change_of_the_state_decides(net):
     """R(αh) = R(h), whatever autograd says: hidden, carried, read. The note names the readout and the field."""
     result = audit(looped(net, readout=lambda h, k: net.logits(detached_rms(h))))
-    sweep = result.alpha_sweep["loops"][0]["ce"]
+    sweep = result.alpha_sweep.loops[0].ce
     assert max(sweep) - min(sweep) < 1e-3, "its own sweep is flat"
     assert (result.verdict, result.blind_directions.dimension) == ("blind-spot", 1)
     assert result.variable("scale").verdict == "blind" and result.variable("scale").visibility < 1e-3
@@ -389,10 +389,10 @@ def test_a_network_that_is_not_shown_is_judged_in_its_own_dtype(dtype):
 def test_a_state_that_starts_from_fresh_noise_is_causal_and_its_audit_repeats(net):
     model = looped(net, embed=lambda token_ids: net.embed(token_ids) + torch.randn(*token_ids.shape, WIDTH))
     first = audit(model)
-    assert first.checks["causal"] and first.variable("scale").verdict == "blind"
+    assert first.checks.causal and first.variable("scale").verdict == "blind"
     torch.rand(3)
     again = audit(model)
-    assert [loop.to_json() for loop in again.loops] == [loop.to_json() for loop in first.loops]
+    assert again.loops == first.loops
 
 
 def test_a_look_at_the_next_token_is_found_under_noise_too(net):
@@ -400,12 +400,12 @@ def test_a_look_at_the_next_token_is_found_under_noise_too(net):
         h = net.embed(token_ids) + torch.randn(*token_ids.shape, WIDTH)
         return h + 0.01 * h.roll(-1, dims=1)
 
-    assert not audit(looped(net, embed=embed)).checks["causal"]
+    assert not audit(looped(net, embed=embed)).checks.causal
 
 
 def test_of_many_loops_a_few_are_searched_the_first_and_the_last_among_them(net):
     result = audit(looped(net, num_loops=20))
-    assert [row["k"] for row in result.blind_directions.loops] == [1, 4, 6, 9, 11, 14, 16, 19]
+    assert [row.k for row in result.blind_directions.loops] == [1, 4, 6, 9, 11, 14, 16, 19]
     assert "of the 19 loops whose state goes on, 8 were searched" in notes(result)
     assert (result.verdict, result.blind_directions.dimension) == ("blind-spot", 1)
 

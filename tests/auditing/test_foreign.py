@@ -49,7 +49,7 @@ def audit(model, supervised=TERMINAL):
 
 
 def notes(result) -> str:
-    return " ".join(result.checks["notes"])
+    return " ".join(result.checks.notes)
 
 
 def check(result, expected: Expected) -> None:
@@ -279,7 +279,7 @@ def test_huginn_is_controlled_because_its_blocks_close_with_a_norm(supervised):
     """
     result = audit(Huginn().adapted(), supervised)
     check(result, Expected("controlled", blind=0, scale="removed"))
-    assert result.checks["causal"], "fresh noise is no look at later tokens"
+    assert result.checks.causal, "fresh noise is no look at later tokens"
 
 
 class Parcae(nn.Module):

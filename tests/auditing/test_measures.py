@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.auditing.activity import FAR, lemma_2, loop_activity, motion
-from loopscope.auditing.clamp import clamped as clamp
+from loopscope.auditing.activity import FAR, destination, lemma_2, loop_activity
+from loopscope.auditing.interventions import clamped as clamp
 from loopscope.auditing.interventions import (
     frozen_at_loop_1,
     growth_removed,
@@ -201,7 +201,7 @@ def test_lemma_2_counts_tokens_whose_scale_is_ten_times_the_turn_and_scales_by_t
 def test_an_audit_follows_lemma_2_over_its_rollout(tiny, ids_BT):
     model = ls.build(tiny, seed=0)
     result = ls.audit(model, [ids_BT], options=ls.AuditOptions(states=1, prefix=6, rollout=16))
-    tested = [loop.activity.lemma_2 for loop in result.loops]
+    tested = [loop.lemma_2 for loop in result.loops]
     assert tested[-1] is None, "there is no loop after the last"
     assert sum(one.tokens for one in tested[:-1]) > 100
     assert sum(one.scale_missed for one in tested[:-1]) < 0.1 * sum(one.scale_moved for one in tested[:-1])
@@ -223,7 +223,7 @@ def test_motion_tells_a_fixed_point_a_cycle_and_a_drift_apart(step, kind):
     states = [LoopState(h_BTD)]
     for _ in range(30):
         states.append(LoopState(step(states[-1].h_BTD)))
-    assert motion(states) == kind
+    assert destination(states) == kind
 
 
 def test_clamps_do_what_they_say(tiny, ids_BT):
@@ -255,4 +255,4 @@ def test_the_clamped_model_is_the_frozen_run_and_its_scale_is_out_of_the_loop(ti
     )
     result = ls.audit(clamped, [ids_BT], options=ls.AuditOptions(states=2, prefix=6, rollout=4))
     assert result.verdict == "controlled"
-    assert [row["unreachable"] for row in result.blind_directions.loops[1:]] == [1], "no loop can write a clamped norm"
+    assert [row.unreachable for row in result.blind_directions.loops[1:]] == [1], "no loop can write a clamped norm"

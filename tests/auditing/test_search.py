@@ -103,7 +103,7 @@ def test_matrix_free_reachability_finds_what_no_loop_can_write():
     ids_BT = torch.randint(12, (3, 10))
     for method in ("dense", "matrix-free"):
         result = audited(model, ids_BT, options=replace(OPTIONS, method=method))
-        assert result.blind_directions.loops[0]["unreachable"] == 1
+        assert result.blind_directions.loops[0].unreachable == 1
         assert verdicts(result)[:2] == (0, "removed")
 
 
@@ -167,7 +167,7 @@ def test_a_readout_that_shows_the_variable_later_is_not_blind(ids_BT):
         module=net,
     )
     result = audited(model, ids_BT)
-    assert result.blind_directions.loops[0]["shown_later"] == 1
+    assert result.blind_directions.loops[0].shown_later == 1
     assert verdicts(result)[:2] == (0, "visible")
     assert verdicts(audited(model, ids_BT, supervised=[1, 2]))[:2] == (1, "blind")
 
@@ -222,7 +222,7 @@ def test_channels_and_scale_get_their_names(ids_BT):
     )
     result = audited(model, ids_BT)
     assert result.blind_directions.dimension == 4
-    assert [one["name"] for one in result.blind_directions.named] == ["scale", "channels 2, 5, 7"]
+    assert [one.name for one in result.blind_directions.named] == ["scale", "channels 2, 5, 7"]
     assert result.blind_directions.unnamed == 0
     assert result.variable("channels 2, 5, 7").verdict == "blind"
     assert result.blind_directions.gap > 1e3

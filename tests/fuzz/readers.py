@@ -35,7 +35,6 @@ from report_samples import write_reproduction, write_run
 from samples import sample_calibration, sample_certificate
 
 import loopscope as ls
-from loopscope.cli.formats import line_of
 from loopscope.config import Config, DataConfig, TrainingConfig, config_to_dict, load_config
 from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
@@ -66,6 +65,7 @@ from loopscope.rows.probe import PARTS, has_probe, read_probe
 from loopscope.rows.spec import RowSpec
 from loopscope.runs import RunFolder
 from loopscope.show.atlas import render
+from loopscope.show.formats import line_of
 from loopscope.show.page import build_report
 from loopscope.studies.atlas_properties import atlas_tables
 from loopscope.studies.atlas_record import collect

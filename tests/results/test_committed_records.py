@@ -6,13 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from loopscope.results.audit import AuditResult
 from loopscope.results.evaluation import Evaluation
 from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import load_record, text_of
 from loopscope.results.run import Manifest, RowRecord, decode_line, line_of
+from loopscope.show.sentences import with_sentences
 
 RECORDS = Path(__file__).parents[2] / "records"
-KINDS = {"eval.json": Evaluation, "halting.json": CalibratedHalting, "manifest.json": Manifest, "row.json": RowRecord}
+KINDS = {
+    "audit.json": AuditResult,
+    "audit-untrained.json": AuditResult,
+    "eval.json": Evaluation,
+    "halting.json": CalibratedHalting,
+    "manifest.json": Manifest,
+    "row.json": RowRecord,
+}
 """Type of a file by its name."""
 
 
@@ -35,3 +44,9 @@ def test_committed_metrics_are_their_types_byte_for_byte(path):
 
 def test_every_kind_of_file_is_committed_somewhere():
     assert {Path(path).name for path in committed(*KINDS)} == set(KINDS)
+
+
+@pytest.mark.parametrize("path", committed("audit.json", "audit-untrained.json"))
+def test_the_sentences_of_a_committed_audit_are_those_of_its_fields(path):
+    audit = load_record(RECORDS / path, AuditResult)
+    assert with_sentences(audit) == audit

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loopscope.designs import DESIGNS
 from loopscope.files import write_json
-from loopscope.readings import Variable
+from loopscope.results.audit import Variable, VariableVerdict
 from loopscope.results.evaluation import Accuracy, Answers, CacheTable, Depth, PolicyCost, Split
 from loopscope.rows.probe import Cost, Exit, Mend, Moves, Probe
 from loopscope.studies.atlas_record import (
@@ -26,12 +26,26 @@ PAPER, MODERN, ON_HOPS = SETTINGS
 LOOPS = 4
 
 
-def variable(name: str, verdict: str, free: float | None) -> Variable:
+def variable(name: str, verdict: VariableVerdict, free: float | None) -> Variable:
     free_tokens = None if free is None else float(free >= 10)
-    return Variable(name, verdict, 0.5, 0.5, 0.9, f"evidence of {name}", "", "", free, free_tokens, 0.04, True)
+    return Variable(
+        name=name,
+        verdict=verdict,
+        visibility=0.5,
+        delayed_visibility=0.5,
+        activity=0.9,
+        kind="field",
+        loop=1,
+        free_range=free,
+        free_tokens=free_tokens,
+        drift=0.04,
+        driven=True,
+    )
 
 
-def audited(scale: str = "blind", free: float | None = 1e6, growth: float = 1.1, start: float = 10.0) -> Audited:
+def audited(
+    scale: VariableVerdict = "blind", free: float | None = 1e6, growth: float = 1.1, start: float = 10.0
+) -> Audited:
     return Audited(
         verdict="blind-spot" if scale == "blind" else "controlled",
         summary=f"The scale is {scale}.",

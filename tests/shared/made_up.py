@@ -11,13 +11,20 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from samples import sample_audit, sample_evaluation, sample_halting, sample_loop, sample_manifest, write_sample
+from samples import (
+    sample_audit,
+    sample_evaluation,
+    sample_halting,
+    sample_loop,
+    sample_manifest,
+    sample_variable,
+    write_sample,
+)
 
-from loopscope.auditing.activity import Lemma2
-from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import Config, config_to_dict
 from loopscope.machine import provenance
 from loopscope.presets import preset
+from loopscope.results.audit import AuditedLoop, AuditResult, Lemma2
 from loopscope.results.evaluation import Evaluation
 from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import write_record
@@ -66,9 +73,7 @@ def made_up_audit(name: str, norm: float, step: int | None = STEPS) -> AuditResu
         step=step,
         num_loops=LOOPS,
         width=WIDTH,
-        scale=Variable(
-            "scale", "blind" if blind else "visible", 1e-6 if hidden else 0.9, 1e-6, 0.99, "made up", None, None
-        ),
+        scale=sample_variable("scale", "blind" if blind else "visible", 1e-6 if hidden else 0.9, activity=0.99),
         loops=made_up_loops(name, norm),
         alphas=alphas,
         ces=sweep,
@@ -88,7 +93,7 @@ def made_up_halting(name: str, wobble: float = 0.0) -> CalibratedHalting | None:
     return sample_halting(loops + wobble, fixed, step=STEPS, num_loops=LOOPS)
 
 
-def made_up_loops(name: str, norm: float) -> list[Loop]:
+def made_up_loops(name: str, norm: float) -> list[AuditedLoop]:
     condition = CONDITIONS[name]
     start, tangential = norm / math.sqrt(WIDTH), 0.5
     increment = 0.0 if condition.inter_loop_norm != "none" else start / 40
@@ -104,7 +109,15 @@ def made_up_loops(name: str, norm: float) -> list[Loop]:
                 ce=4.4,
                 share=(0.07 if raw else 2e-7) if k <= LOOPS else None,
                 curvature=(0.8 if raw else -3e-6) if k <= LOOPS else None,
-                lemma_2=Lemma2(60, 60 * increment, 0.6 * increment, 30.0, 0.9) if k < ROLLOUT else None,
+                lemma_2=Lemma2(
+                    tokens=60,
+                    scale_moved=60 * increment,
+                    scale_missed=0.6 * increment,
+                    direction_moved=30.0,
+                    direction_missed=0.9,
+                )
+                if k < ROLLOUT
+                else None,
                 increment=moves[0],
                 predicted=moves[1],
                 turn=moves[2],

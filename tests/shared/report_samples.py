@@ -18,9 +18,9 @@ from samples import (
     write_sample,
 )
 
-from loopscope.auditing.result import AuditResult, Loop, Variable
 from loopscope.config import config_to_dict
 from loopscope.presets import preset
+from loopscope.results.audit import AuditedLoop, AuditResult, Variable
 from loopscope.results.evaluation import Evaluation
 from loopscope.results.record import text_of, write_record
 from loopscope.results.reproduction import (
@@ -137,9 +137,8 @@ def audit(condition: str, shape: Shape, factor: float, steps: int) -> AuditResul
             visibility=shape.share,
             delayed_visibility=shape.share * 2,
             activity=0.99,
-            evidence="the readout's Jacobian along h is 4e-9 of its median singular value",
-            remedy="make the scale visible to the loss, or remove it from the loop" if blind else None,
-            flag="--norm-penalty 0.01" if blind else None,
+            kind="field",
+            loop=3,
             free_range=1e6 if blind else 1.1,
             free_tokens=float(blind),
             drift=0.041 if blind else None,
@@ -152,7 +151,7 @@ def audit(condition: str, shape: Shape, factor: float, steps: int) -> AuditResul
     )
 
 
-def audit_loop(k: int, shape: Shape, factor: float) -> Loop:
+def audit_loop(k: int, shape: Shape, factor: float) -> AuditedLoop:
     scale = max(shape.norm * factor / math.sqrt(WIDTH) + shape.growth * (k - K), 0.3 * shape.norm / math.sqrt(WIDTH))
     last = k == ROLLOUT
     return sample_loop(

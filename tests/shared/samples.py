@@ -11,11 +11,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from loopscope.auditing.activity import Lemma2, LoopActivity
-from loopscope.auditing.interventions import CLAMPED
-from loopscope.auditing.result import AuditResult, BlindDirections, Loop, Subject, Variable
+from loopscope.auditing.interventions import INTERVENTIONS
 from loopscope.config import Config
 from loopscope.files import write_json
+from loopscope.results.audit import (
+    AlphaSweep,
+    AuditChecks,
+    AuditCost,
+    AuditedLoop,
+    AuditedModel,
+    AuditResult,
+    BlindDirections,
+    HeavyToken,
+    Intervention,
+    Lemma2,
+    LoopDirections,
+    NamedDirection,
+    SweptLoop,
+    Variable,
+    VariableVerdict,
+)
 from loopscope.results.evaluation import SPLITS, Depth, Evaluation, Split, Throughput
 from loopscope.results.halting import CalibratedHalting, Calibration, Certificate, ExitShare, Gate, GatedLoop
 from loopscope.results.record import as_json, write_record
@@ -168,9 +183,9 @@ def sample_loop(
     tangential: float | None = None,
     curvature: float | None = None,
     lemma_2: Lemma2 | None = None,
-) -> Loop:
+) -> AuditedLoop:
     """A loop of the audit's rollout; `turn` is angular step × scale, share is None beyond the trained depth."""
-    activity = LoopActivity(
+    return AuditedLoop(
         k=k,
         norm=scale * width**0.5,
         norm_quantiles=[scale * factor for factor in (5, 8, 11, 14, 20, 60)],
@@ -183,9 +198,31 @@ def sample_loop(
         radial_update=increment,
         tangential_update=tangential,
         lemma_2=lemma_2,
+        supervised=share is not None,
+        ce=ce,
+        radial_gradient_share=share,
+        radial_gradient_quantiles=None if share is None else [share] * 5,
+        scale_curvature=curvature,
+        scale_curvature_size=None if curvature is None else abs(curvature),
     )
-    size = None if curvature is None else abs(curvature)
-    return Loop(share is not None, ce, share, None if share is None else [share] * 5, activity, curvature, size)
+
+
+def sample_variable(name: str, verdict: VariableVerdict, visibility: float = 0.8, **more: object) -> Variable:
+    """A verdict on a field that is held, unless more is told."""
+    return Variable(
+        **{
+            "name": name,
+            "verdict": verdict,
+            "visibility": visibility,
+            "delayed_visibility": visibility,
+            "activity": 0.9,
+            "kind": "field",
+            "loop": 1,
+            "free_range": 1.02,
+            "free_tokens": 0.0,
+        }
+        | more
+    )
 
 
 def sample_audit(
@@ -195,40 +232,53 @@ def sample_audit(
     num_loops: int,
     width: int,
     scale: Variable,
-    loops: list[Loop],
+    loops: list[AuditedLoop],
     alphas: list[float],
     ces: list[float],
     interventions: dict[str, tuple[float, float]],
 ) -> AuditResult:
     """An audit whose only finding can be the scale; interventions are CE and ΔCE by name."""
     is_blind = scale.verdict == "blind"
-    mean = Variable("mean", "visible", 0.8, 0.8, 0.9, "its exit shows 0.8 of an average direction", None, None)
-    spots = [{"name": "scale", "share": 1.0}] if is_blind else []
     return AuditResult(
-        model=Subject(
-            name, num_loops, width, 2048, 800_000, "float32", "float64", step, list(range(1, num_loops + 1)), ["h"]
+        model=AuditedModel(
+            name=name,
+            num_loops=num_loops,
+            width=width,
+            vocab_size=2048,
+            parameters=800_000,
+            dtype="float32",
+            audited_in="float64",
+            step=step,
+            supervised=list(range(1, num_loops + 1)),
+            observables=["h"],
         ),
         verdict="blind-spot" if is_blind else "controlled",
-        summary="The loop carries the scale of the state and no loss sees it."
-        if is_blind
-        else "A loss sees the scale.",
-        variables=[scale, mean],
-        blind_directions=BlindDirections(int(is_blind), 1.0, 4, [1.0, 1e-9], None, spots, 0, [FOUND]),
+        variables=[scale, sample_variable("mean", "visible")],
+        blind_directions=BlindDirections(
+            dimension=int(is_blind),
+            agreement=1.0,
+            states=4,
+            spectrum=[1.0, 1e-9],
+            gap=None,
+            named=[NamedDirection(name="scale", share=1.0)] if is_blind else [],
+            unnamed=0,
+            loops=[FOUND],
+        ),
         loops=loops,
         motion="drift",
-        alpha_sweep={"alphas": alphas, "loops": [{"k": num_loops, "ce": ces}]},
+        alpha_sweep=AlphaSweep(alphas=alphas, loops=[SweptLoop(k=num_loops, ce=list(ces))]),
         interventions=[
-            {"name": name, "clamps": CLAMPED.get(name), "ce": ce, "delta_ce": delta}
+            Intervention(name=name, clamps=INTERVENTIONS[name].clamps, ce=ce, delta_ce=delta)
             for name, (ce, delta) in interventions.items()
         ],
-        heaviest_tokens=[{"token": 17, "text": "<b>the</b>", "position": 0, "norm": 900.0, "ratio": 1.6}],
-        checks={"raw_readout_control": 0.4, "causal": True, "notes": []},
-        cost={"seconds": 1.0},
+        heaviest_tokens=[HeavyToken(token=17, text="<b>the</b>", position=0, norm=900.0, ratio=1.6)],
+        checks=AuditChecks(raw_readout_control=0.4, causal=True, doubts=[], notes=[]),
+        cost=AuditCost(seconds=1.0),
     )
 
 
-FOUND = {"k": 1, "hidden": 1, "blind": 1} | dict.fromkeys(
-    ("shown_later", "unreachable", "memory", "inert", "removed", "damped", "weak"), 0
+FOUND = LoopDirections(
+    k=1, hidden=1, weak=0, removed=0, unreachable=0, damped=0, inert=0, shown_later=0, memory=0, blind=1
 )
 """What the search found at one loop."""
 

@@ -11,12 +11,13 @@ Shape legend: B batch, T tokens, D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from loopscope.protocol import LoopState
+from loopscope.results.audit import AuditedLoop, Destination, Lemma2
 
 FIXED = 1e-4
 """Relative step below which the last loops stand still."""
@@ -30,56 +31,49 @@ LARGE = 10.0
 NORM_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-@dataclass(frozen=True)
-class Lemma2:
-    """Lemma 2 at one loop, as sums over the tokens with s_k ≥ 10·‖b_⊥(u_k)‖: what moved, and what it misses of that."""
-
-    tokens: int
-    scale_moved: float
-    """Σ |s_{k+1} − s_k|."""
-    scale_missed: float
-    """Σ |s_{k+1} − s_k − a(u_k)|."""
-    direction_moved: float
-    """Σ ‖u_{k+1} − u_k‖·s_{k+1}."""
-    direction_missed: float
-    """Σ |‖u_{k+1} − u_k‖·s_{k+1} − ‖b_⊥(u_k)‖|."""
-
-
-@dataclass(frozen=True)
-class LoopActivity:
-    """Means over tokens of one loop's state, and of what the next loop does to it."""
-
-    k: int
-    norm: float
-    norm_quantiles: list[float]
-    scale: float
-    mean: float
-    radial_increment: float | None
-    """s_{k+1} − s_k as measured."""
-    predicted_increment: float | None
-    """ã_k/d."""
-    angular_step: float | None
-    """‖u_{k+1} − u_k‖ in RMS."""
-    angular_step_times_scale: float | None
-    """About ‖b_⊥‖ in RMS where s is large."""
-    radial_update: float | None
-    """RMS of the part of h_{k+1} − h_k along h_k."""
-    tangential_update: float | None
-    """RMS of the part across it."""
-    lemma_2: Lemma2 | None = None
-    """None without a next loop, or where the loop does not run at a hundred times the scale."""
-
-
-def loop_activity(k: int, h_BTD: Tensor, next_BTD: Tensor | None, tested: Lemma2 | None = None) -> LoopActivity:
-    """Measure one loop; without a next state only what needs none."""
+def loop_activity(k: int, h_BTD: Tensor, next_BTD: Tensor | None, tested: Lemma2 | None = None) -> AuditedLoop:
+    """Measure one loop but its exit; without a next state only what needs none."""
     h_ND = h_BTD.flatten(0, 1).double()
     norm_N = h_ND.norm(dim=-1)
     quantiles = torch.quantile(norm_N, torch.tensor(NORM_QUANTILES, dtype=torch.float64, device=norm_N.device))
     scale_N = norm_N / h_ND.shape[-1] ** 0.5
-    moves = _moves(h_ND, scale_N, next_BTD.flatten(0, 1).double()) if next_BTD is not None else [None] * 6
-    means = (float(scale_N.mean()), float(h_ND.mean()))
-    activity = LoopActivity(k, float(norm_N.mean()), quantiles.tolist(), *means, *moves)
-    return replace(activity, lemma_2=tested)
+    loop = AuditedLoop(
+        k=k,
+        norm=float(norm_N.mean()),
+        norm_quantiles=quantiles.tolist(),
+        scale=float(scale_N.mean()),
+        mean=float(h_ND.mean()),
+        radial_increment=None,
+        predicted_increment=None,
+        angular_step=None,
+        angular_step_times_scale=None,
+        radial_update=None,
+        tangential_update=None,
+        lemma_2=tested,
+        supervised=False,
+        ce=None,
+        radial_gradient_share=None,
+        radial_gradient_quantiles=None,
+        scale_curvature=None,
+        scale_curvature_size=None,
+    )
+    if next_BTD is None:
+        return loop
+    next_ND = next_BTD.flatten(0, 1).double()
+    unit_ND = h_ND / scale_N[:, None].clamp(min=1e-300)
+    next_scale_N = next_ND.norm(dim=-1) / h_ND.shape[-1] ** 0.5
+    update_ND = next_ND - h_ND
+    radial_N = (unit_ND * update_ND).sum(-1) / h_ND.shape[-1]  # ã/d, and at once the RMS length of the radial part
+    angular_N = _rms(next_ND / next_scale_N[:, None].clamp(min=1e-300) - unit_ND)
+    return replace(
+        loop,
+        radial_increment=float((next_scale_N - scale_N).mean()),
+        predicted_increment=float(radial_N.mean()),
+        angular_step=float(angular_N.mean()),
+        angular_step_times_scale=float((angular_N * scale_N).mean()),
+        radial_update=float(radial_N.abs().mean()),
+        tangential_update=float(_rms(update_ND - radial_N[:, None] * unit_ND).mean()),
+    )
 
 
 def lemma_2(h_BTD: Tensor, next_BTD: Tensor, far_BTD: Tensor) -> Lemma2:
@@ -97,23 +91,17 @@ def lemma_2(h_BTD: Tensor, next_BTD: Tensor, far_BTD: Tensor) -> Lemma2:
     tangential_N = _rms(update_ND - radial_N[:, None] * unit_ND)
     moved_N, turned_N = next_scale_N - scale_N, _rms(next_unit_ND - unit_ND) * next_scale_N
     counted_N = (scale_N > 0) & (scale_N >= LARGE * tangential_N)
-    sums = (moved_N.abs(), (moved_N - radial_N).abs(), turned_N, (turned_N - tangential_N).abs())
-    return Lemma2(int(counted_N.sum()), *(float(values_N[counted_N].sum()) for values_N in sums))
+    scale_missed_N, direction_missed_N = (moved_N - radial_N).abs(), (turned_N - tangential_N).abs()
+    return Lemma2(
+        tokens=int(counted_N.sum()),
+        scale_moved=float(moved_N[counted_N].abs().sum()),
+        scale_missed=float(scale_missed_N[counted_N].sum()),
+        direction_moved=float(turned_N[counted_N].sum()),
+        direction_missed=float(direction_missed_N[counted_N].sum()),
+    )
 
 
-def _moves(h_ND: Tensor, scale_N: Tensor, next_ND: Tensor) -> list[float]:
-    width = h_ND.shape[-1]
-    unit_ND = h_ND / scale_N[:, None].clamp(min=1e-300)
-    next_scale_N = next_ND.norm(dim=-1) / width**0.5
-    update_ND = next_ND - h_ND
-    radial_N = (unit_ND * update_ND).sum(-1) / width  # ã/d, and at once the RMS length of the radial part
-    tangential_ND = update_ND - radial_N[:, None] * unit_ND
-    angular_N = _rms(next_ND / next_scale_N[:, None].clamp(min=1e-300) - unit_ND)
-    measured = (next_scale_N - scale_N, radial_N, angular_N, angular_N * scale_N, radial_N.abs(), _rms(tangential_ND))
-    return [float(values_N.mean()) for values_N in measured]
-
-
-def motion(states: list[LoopState]) -> str:
+def destination(states: list[LoopState]) -> Destination:
     """Where many loops lead: to a fixed point, around a cycle, or on and on."""
     rows = len(states[-1].h_BTD)  # fewer are followed beyond the trained depth
     last = [state.h_BTD[:rows].flatten(0, 1).double() for state in states[-LONGEST_CYCLE - 2 :]]

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loopscope.auditing.trial import Batch, Recipe, Size, Trial, log_size, pairs_of, trial_weights
-from loopscope.auditing.untouched import network_of
+from loopscope.auditing.trial import Size, Trial, log_size, trial_weights
 from loopscope.errors import ConfigError
-from loopscope.objectives.placement import Objective
+from loopscope.objectives.placement import Batch, Objective, pairs_of
 from loopscope.protocol import LoopedModel
-from loopscope.readings import driven_by_training
+from loopscope.results.audit import Recipe
 from loopscope.results.thresholds import DRIVEN_FROM
+from loopscope.untouched import network_of
 
 TRIALS, STEPS = 4, 8
 """Fewer trials know no spread, fewer steps no direction; 32 steps of a few hundred tokens cost about one of a run."""
@@ -52,12 +52,6 @@ class Drift:
     """Standard error of the rate over the trials."""
     driven: bool
     """Whether it is at least 1 % a step, and three times its spread."""
-
-    def sentence(self) -> str:
-        """For a reader."""
-        if not self.driven:
-            return "training from these weights does not drive it"
-        return driven_by_training(self.rate)
 
 
 def affordable(model: LoopedModel) -> bool:
@@ -100,7 +94,12 @@ def drift(
             after = _log_sizes(trial, pairs, sizes)
         for name in sizes:
             rates[name].append((after[name] - before[name]) / (steps - half))
-    return {name: _summed_up(values) for name, values in rates.items()}
+    found = {}
+    for name, values in rates.items():
+        mean, error = statistics.fmean(values), statistics.stdev(values) / trials**0.5
+        rate = math.expm1(mean)
+        found[name] = Drift(rate, error, abs(rate) >= DRIVEN_FROM and abs(mean) > CERTAIN * error)
+    return found
 
 
 def _log_sizes(trial: Trial, pairs: Sequence[Batch], sizes: Mapping[str, Size]) -> dict[str, float]:
@@ -110,9 +109,3 @@ def _log_sizes(trial: Trial, pairs: Sequence[Batch], sizes: Mapping[str, Size]) 
         name: statistics.fmean(float(log_size(trace, size, lifted=True)) for trace in seen)
         for name, size in sizes.items()
     }
-
-
-def _summed_up(rates: Sequence[float]) -> Drift:
-    mean, error = statistics.fmean(rates), statistics.stdev(rates) / len(rates) ** 0.5
-    rate = math.expm1(mean)
-    return Drift(rate, error, abs(rate) >= DRIVEN_FROM and abs(mean) > CERTAIN * error)

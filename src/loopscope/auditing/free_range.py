@@ -58,10 +58,6 @@ class FreeRange:
     term_norm: dict[int, float] = field(default_factory=dict)
     """Loop k → ‖h‖ at which the terms alone have noticed it; absent where they never do."""
 
-    def held_by(self, k: int) -> str:
-        """A clause that says where the terms begin to cost, if they do."""
-        return f" (the penalty begins to cost from ‖h‖ ≈ {self.term_norm[k]:,.0f})" if k in self.term_norm else ""
-
     def is_free(self, k: int) -> bool:
         """Whether half of the tokens are free tenfold, or a population of 5 % a hundredfold."""
         return self.tenfold[k] >= MAJORITY or self.hundredfold[k] >= POPULATION

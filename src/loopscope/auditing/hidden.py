@@ -18,16 +18,17 @@ H hidden directions, C directions under test, F features, V vocabulary, W width 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from loopscope.auditing.derivatives import Map, least_squares, pull, push, with_the_same_noise
+from loopscope.auditing.derivatives import Map, changes, disagree, least_squares, pull, push
 from loopscope.auditing.free_range import SAME_LOGITS
-from loopscope.auditing.window import NOISE, Window, Windows
+from loopscope.auditing.visibility import Fields, field_rows
+from loopscope.auditing.window import Window, Windows
 from loopscope.errors import ProtocolError
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LinearReadout, LoopedModel
@@ -47,10 +48,6 @@ ROUNDING_MARGIN = 10.0
 """A singular value below so many times the rounding may be zero."""
 PROBES = 8
 """Random directions that say what an average one does."""
-CHANGES = (1e-3, 1e-1)
-"""Lengths, in that of the state, of the changes that a derivative along a named field is held against."""
-CHANGES_SINGLE = (1e-2, 1e-1)
-"""The same where the state is not float64: smaller ones drown in rounding."""
 IN_EVERY_TOKEN = 4.0
 """A field is hidden behind a coda if so many times more of it lies in what the coda hides than of a random direction.
 """
@@ -58,11 +55,6 @@ UNNOTICED = 0.1
 """What may be left to see of it, where 1 is the limit."""
 SOLVED = 1e-4
 """Share of an average gain that bounds how far other tokens may move to make up for a field."""
-DISPUTED = 0.3
-"""Relative difference from which derivative and change disagree, or two changes of another size do."""
-
-Fields = Mapping[str, Callable[[Tensor], Tensor]]
-"""Directions of h with a name, each a function of the state."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +177,7 @@ class Readouts:
         Probes say how far the arithmetic is from linear: in bf16 as much as a weak direction shows. Where that matters,
         and where a change of the state contradicts the derivative, named fields are asked about by themselves.
         """
-        block, units_X = window.block(k, token), lengths(window, k, token)
+        block, units_X = window.block(k, token), window.lengths(k, token)
         h_D = w_W[block[: window.layout(k).parts[0].width]]
         units_MX = field_rows(fields, h_D, len(block))
         probes_RX = probes(len(block)).to(h_D.device)
@@ -280,7 +272,7 @@ class Readouts:
         if not fields:
             return []
         layout, tokens = window.layout(k), range(window.tokens)
-        width, units_W = layout.parts[0].width, layout.repeated(lengths(window, k, token))
+        width, units_W = layout.parts[0].width, layout.repeated(window.lengths(k, token))
         fields_MW = w_W.new_zeros(len(fields), len(w_W), dtype=torch.float64)
         own = float(w_W[window.block(k, token)[:width]].double().norm())
         for each in tokens:
@@ -319,7 +311,7 @@ class Readouts:
         """
         if basis_XH.shape[1] == 0 or not self.terms:
             return 0.0
-        steps_HW = LENGTHS * window.placed(basis_XH.T * lengths(window, k, token), k, token)
+        steps_HW = LENGTHS * window.placed(basis_XH.T * window.lengths(k, token), k, token)
         noticed_H = torch.zeros(basis_XH.shape[1], dtype=torch.float64, device=w_W.device)
         for term, scale in self.terms:
             at_W, length = _at_scale(scale, window, token, k, w_W)
@@ -353,51 +345,10 @@ def _at_scale(scale: float, window: Window, token: int, k: int, w_W: Tensor) -> 
     return at_W, length
 
 
-def lengths(window: Window, k: int, token: int | None = None) -> Tensor:
-    """How long each tensor of a token's share is, over h and per √channel; a tensor of zeros counts as long as h."""
-    layout, x_X = window.layout(k), window.vector(k)[window.block(k, token)].double()
-    units_X, columns = torch.ones_like(x_X), layout.columns()
-    h_norm, width = float(x_X[columns["h"]].norm()), layout.parts[0].width
-    for name, where in columns.items():
-        if name == "h":
-            continue
-        share = float(x_X[where].norm()) / max(h_norm, 1e-300)
-        alike = ((where.stop - where.start) / width) ** 0.5
-        units_X[where] = share if share > 2 * NOISE * alike else alike
-    return units_X
-
-
 def probes(width: int) -> Tensor:
     """The same random unit directions at every state."""
     probes_RX = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
     return probes_RX / probes_RX.norm(dim=-1, keepdim=True)
-
-
-def field_rows(fields: Fields, h_D: Tensor, width: int) -> Tensor:
-    """Named fields at a state as unit rows, in float64; of zeros where a field vanishes, and outside of h."""
-    rows_MD = torch.stack([of(h_D.double()).double() for of in fields.values()])
-    rows_MD = rows_MD / rows_MD.norm(dim=-1, keepdim=True).clamp(min=1e-300)
-    return torch.nn.functional.pad(rows_MD, (0, width - rows_MD.shape[1]))
-
-
-def changes(function: Map, w_W: Tensor, units_MW: Tensor, length: float) -> tuple[Tensor, Tensor]:
-    """What ±10 % of a state's length along each direction does, per unit, and whether ±0.1 % does the same.
-
-    Where a function jumps (a coarse dtype, a quantisation) the two differ, and neither is an answer.
-    """
-    moved = []
-    for step in CHANGES if w_W.dtype == torch.float64 else CHANGES_SINGLE:
-        offsets_MW = (step * length * units_MW).to(w_W.dtype)
-        ahead, behind = (with_the_same_noise(function, w_W + sign * offsets_MW).double() for sign in (1, -1))
-        moved.append((ahead - behind) / (2 * step * length))
-    return moved[0], ~disagree(moved[0], moved[1])
-
-
-def disagree(one_MF: Tensor, other_MF: Tensor, floor: float = 0.0) -> Tensor:
-    """Rows that are further apart than `DISPUTED` of the longer one, and than `floor`."""
-    longer_M = torch.maximum(one_MF.norm(dim=-1), other_MF.norm(dim=-1))
-    apart_M = (one_MF - other_MF).norm(dim=-1)
-    return (apart_M > DISPUTED * longer_M) & (apart_M > floor)
 
 
 def chosen(fields: Fields, mask_M: Tensor) -> tuple[str, ...]:

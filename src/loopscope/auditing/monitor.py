@@ -22,9 +22,9 @@ from loopscope.auditing.visibility import field_shares, scale_field
 from loopscope.config import PAPER_PENALTY
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopTrace
-from loopscope.readings import driven_by_training
 from loopscope.results.thresholds import NOTICED, TENFOLD
 from loopscope.show.numbers import percent
+from loopscope.show.sentences import driven_by_training
 
 GROWTH = 10.0
 """A state this many times larger than at the start has left the range it was initialised for."""

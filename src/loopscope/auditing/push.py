@@ -19,83 +19,25 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from loopscope.auditing.trial import Batch, Recipe, Size, Trial, log_size, pairs_of, size_along, trial_weights
+from loopscope.auditing.trial import Size, Trial, log_size, size_along, trial_weights
 from loopscope.auditing.visibility import scale_field
 from loopscope.errors import ConfigError, DataError, LoopscopeError, UnsupportedError
-from loopscope.files import without_nan
-from loopscope.objectives.placement import Objective
+from loopscope.objectives.placement import Batch, Objective, pairs_of
 from loopscope.options import PushOptions
 from loopscope.protocol import LoopedModel
+from loopscope.results.audit import Push, PushResult, Recipe
 from loopscope.results.thresholds import RAN
 
-SCHEMA_VERSION = 1
 LAST = 10
 """Steps at the end over which sizes and costs are averaged."""
 
 Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Push:
-    """How far one variable went."""
-
-    name: str
-    growth: float
-    """Its size over that of the twin, averaged over the last steps."""
-    reach: float
-    """1 + (its size − that of the twin)/(length of the twin's state): the unit of free ranges. The same as growth for
-    scale; a mean that is a tenth of the state may grow tenfold and have reached 2."""
-    paid: float
-    """Nats by which the objective ended above the twin's, averaged over the last steps; negative where it gained."""
-    size: float
-    twin_size: float
-    start_size: float
-    """Size after the warm-up."""
-    growth_by_step: list[float]
-    """Its size over the twin's in every step."""
-    paid_by_step: list[float]
-
-    @property
-    def is_far(self) -> bool:
-        """Whether it ran away."""
-        return self.growth >= RAN
-
-    def sentence(self) -> str:
-        """What happened to it, for a reader."""
-        ran = "ran" if self.is_far else "went" if self.growth > 1 else "shrank"
-        price = f"cost {self.paid:.3g} nats" if self.paid > 0 else f"cost nothing ({self.paid:+.3g} nats)"
-        return f"{self.name}: {ran} {self.growth:.3g}-fold under a reward, which {price}"
-
-
-@dataclass(frozen=True)
-class PushResult:
-    """The whole test."""
-
-    model: str
-    options: PushOptions
-    recipe: Recipe
-    pushes: list[Push]
-    twin_loss: float
-    """The objective of the twin, averaged over the last steps."""
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def push(self, name: str) -> Push:
-        """That of one variable."""
-        return next(push for push in self.pushes if push.name == name)
-
-    def to_json(self) -> dict[str, Any]:
-        """What --json prints and audit.json holds under `push`; see docs/audit.md."""
-        plain = asdict(self)
-        plain["pushes"] = [{**asdict(push), "far": push.is_far} for push in self.pushes]
-        return without_nan({"schema_version": SCHEMA_VERSION, **plain})
 
 
 @dataclass(frozen=True)
@@ -185,9 +127,10 @@ def _compared(of: str, course: _Course, twin: _Course, start: float) -> Push:
     own, others = course.log_sizes[of], twin.log_sizes[of]
     size, twin_size = (statistics.fmean(values[-LAST:]) for values in (own, others))
     paid = [one - other for one, other in zip(course.losses, twin.losses, strict=True)]
+    growth = math.exp(size - twin_size)
     return Push(
         name=of,
-        growth=math.exp(size - twin_size),
+        growth=growth,
         reach=1 + (math.exp(size) - math.exp(twin_size)) / math.exp(statistics.fmean(twin.log_lengths[-LAST:])),
         paid=statistics.fmean(paid[-LAST:]),
         size=math.exp(size),
@@ -195,6 +138,7 @@ def _compared(of: str, course: _Course, twin: _Course, start: float) -> Push:
         start_size=math.exp(start),
         growth_by_step=[math.exp(one - other) for one, other in zip(own, others, strict=True)],
         paid_by_step=paid,
+        far=growth >= RAN,
     )
 
 

@@ -32,25 +32,15 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from loopscope.auditing.derivatives import least_squares, pull, push
+from loopscope.auditing.derivatives import changes, disagree, least_squares, pull, push
 from loopscope.auditing.free_range import FreeRange
-from loopscope.auditing.hidden import (
-    PROBES,
-    Fields,
-    Hidden,
-    LogitMetric,
-    Readouts,
-    changes,
-    chosen,
-    disagree,
-    field_rows,
-    lengths,
-    probes,
-)
+from loopscope.auditing.hidden import PROBES, Hidden, LogitMetric, Readouts, chosen, probes
+from loopscope.auditing.visibility import Fields, field_rows
 from loopscope.auditing.window import Carried, Windows
 from loopscope.errors import ProtocolError
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopState
+from loopscope.results.audit import VariableVerdict
 
 CARRIED = 1e-3
 """A direction that the next loop shrinks to less than this share of what it leaves of others is removed."""
@@ -81,8 +71,16 @@ SILENT = 1e-3
 
 CLASSES = ("removed", "unreachable", "damped", "inert", "shown_later", "memory", "blind")
 """What becomes of a hidden direction, in the order of the questions."""
-PUBLIC = {"unreachable": "removed", "shown_later": "visible"}
-"""A direction that no loop can write is out of the loop; one that a later exit shows is visible."""
+PUBLIC: dict[str, VariableVerdict] = {
+    "removed": "removed",
+    "unreachable": "removed",
+    "damped": "damped",
+    "inert": "inert",
+    "shown_later": "visible",
+    "memory": "memory",
+    "blind": "blind",
+}
+"""Classes as verdicts: what no loop can write is out of the loop, and what a later exit shows is visible."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,8 @@ class Fate:
 class FieldFinding:
     """A named direction field (scale, mean, a user's own) at one state."""
 
-    fate: str
-    """What becomes of it in the loop; "unasked" where the objective holds it."""
+    fate: VariableVerdict | None
+    """What becomes of it in the loop; None where that was not asked, since the objective holds it."""
     visibility: float
     delayed: float
     activity: float
@@ -266,7 +264,7 @@ class _Question:
         self.search, self.around, self.window, self.k, self.hidden = search, around, around.ahead, k, hidden
         window = self.window
         self.w_W, self.h_D = window.vector(k), window.h_D(k)
-        self.units_X = lengths(window, k)
+        self.units_X = window.lengths(k)
         self.units_W = window.layout(k).repeated(self.units_X)
         self.channels_W = window.layout(k).repeated(search.channels[k])
         self.disputed: tuple[str, ...] = ()
@@ -298,12 +296,12 @@ class _Question:
         """One named direction. Whether a later exit shows it is not asked: its free range has moved it there, too."""
         unit_X1 = self.units_MX[index][:, None]
         carried, effects = self._followed(PROBES + index, PROBES + index + 1)
-        fate = "unasked"
+        fate: VariableVerdict | None = None
         if asked:
             bases = self._sort(unit_X1, carried, effects, but=("shown_later",))
-            fate = next(name for name in CLASSES if bases[name].shape[1])
+            fate = PUBLIC[next(name for name in CLASSES if bases[name].shape[1])]
         gain, delayed = self._strengths(carried, effects)
-        return FieldFinding(PUBLIC.get(fate, fate), self.hidden(self.k).visibility(unit_X1), delayed, gain)
+        return FieldFinding(fate, self.hidden(self.k).visibility(unit_X1), delayed, gain)
 
     def fate(self, named: Sequence[int]) -> Fate:
         """What becomes of the hidden directions; named fields that are blind are measured by themselves."""
@@ -496,7 +494,7 @@ class _Question:
         window = self.around.with_the_token_before() if neighbours else self.around.alone
         assert window is not None  # there is a token before, or it would not have been asked
         k, block = self.k, window.block(self.k)
-        units = [lengths(window, k - 1, token) for token in range(window.tokens)]
+        units = [window.lengths(k - 1, token) for token in range(window.tokens)]
         width = window.layout(k - 1).token_width
         units_W = torch.cat([*(each[:width] for each in units), units[0][width:]])
         w_W = window.vector(k - 1)
@@ -547,7 +545,8 @@ class _Question:
             if here == self.k:  # followed already
                 images_CW = rest.T @ carried[there - here - 1] * self.units_W
             else:
-                (images_CW,) = push(partial(self._arrive, here=here, there=there), window.vector(here), rows_CW)
+                between = partial(window.loops, k=here, count=there - here)
+                (images_CW,) = push(lambda w_RW: between(w_RW)[-1:], window.vector(here), rows_CW)  # noqa: B023
             v_CW, u_CW = rows_CW / self.channels_W, images_CW.double() / self.channels_W
             a_CW = self._hidden_part(u_CW, there)
             b_CW = u_CW - a_CW
@@ -558,9 +557,6 @@ class _Question:
             rest, rows_CW, here = rest @ kept, kept.T @ (a_CW * self.channels_W), there
         return _orthonormal(torch.cat([*gone, rest], dim=1))
 
-    def _arrive(self, w_RW: Tensor, here: int, there: int) -> list[Tensor]:
-        return [self.window.loops(w_RW, here, there - here)[-1]]
-
     def _hidden_part(self, u_CW: Tensor, k: int) -> Tensor:
         """What the exits at loop k hide of directions of the joint state, in units of each channel's rms."""
         window, layout = self.window, self.window.layout(k)
@@ -570,7 +566,7 @@ class _Question:
         asked = range(1, window.tokens) if (elsewhere > ELSEWHERE**2 * u_CW.square().sum(-1)).any() else ()
         for token in (0, *asked):
             block = layout.block(token)
-            basis_XH = self.hidden(k, token).basis_XH * lengths(window, k, token)[:, None]
+            basis_XH = self.hidden(k, token).basis_XH * window.lengths(k, token)[:, None]
             basis_XH = basis_XH / self.channels_W[block][:, None]
             if token:  # what has no token is asked of the audited one
                 block, basis_XH = block[: layout.token_width], basis_XH[: layout.token_width]

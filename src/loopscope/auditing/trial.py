@@ -14,48 +14,27 @@ Shape legend: B batch, T tokens, D width, K loops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.auditing.visibility import Field
-from loopscope.config import ObjectiveConfig, TrainingConfig
-from loopscope.errors import ConfigError, DataError, UnsupportedError
-from loopscope.objectives.placement import Objective, ObjectiveResult, supervised_loops
+from loopscope.config import ObjectiveConfig
+from loopscope.errors import DataError, UnsupportedError
+from loopscope.objectives.placement import Batch, Objective, ObjectiveResult, supervised_loops
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel, LoopTrace
+from loopscope.results.audit import Recipe
+from loopscope.untouched import borrowed, network_of
 
-Batch = tuple[Tensor, Tensor]
-"""Ids and targets (B, T)."""
 Size = Callable[[Tensor], Tensor]
 """h_BTD → how large the variable is at each token (B, T)."""
 
 FLOOR = 0.1
 """Share of the rms over tokens below which a size counts no further: a token at which a mean happens to cross zero has
 a logarithm of −∞, and must not decide."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a trial steps: AdamW at a constant learning rate, gradients clipped. The defaults are those of training."""
-
-    lr: float = TrainingConfig.lr
-    weight_decay: float = TrainingConfig.weight_decay
-    clip: float = TrainingConfig.clip
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "clip"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError.of(name, getattr(self, name), "must be a finite number above 0")
-
-    @classmethod
-    def of(cls, config: TrainingConfig | None) -> Recipe:
-        """That of a run, at its peak learning rate; the usual one where nobody says."""
-        return cls() if config is None else cls(lr=config.lr, weight_decay=config.weight_decay, clip=config.clip)
 
 
 class TrialObjective(Objective):
@@ -172,19 +151,3 @@ def trial_weights(model: LoopedModel, why: str) -> Iterator[None]:
         finally:
             for tensor, data in own:
                 tensor.data = data
-
-
-def pairs_of(batches: Iterable[Tensor | Batch]) -> list[Batch]:
-    """Batches as pairs of ids and targets; without targets, each token predicts the next."""
-    pairs = []
-    for batch in batches:
-        ids_BT, targets_BT = batch if isinstance(batch, (tuple, list)) else (batch, None)
-        if not isinstance(ids_BT, Tensor) or ids_BT.dim() != 2 or ids_BT.is_floating_point():
-            got = f"{tuple(ids_BT.shape)} of {ids_BT.dtype}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
-            raise DataError(f"a batch must be a (batch, tokens) tensor of ids, or a pair with targets; got {got}")
-        if targets_BT is None:
-            ids_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
-        pairs.append((ids_BT, targets_BT))
-    if not pairs:
-        raise DataError("a trial training needs at least one batch of token ids; got none")
-    return pairs

@@ -1,4 +1,4 @@
-"""From findings at many states to verdicts: how many directions, a name for what is blind, evidence, remedy.
+"""From findings at many states to verdicts: how many directions, a name for what is blind, and how strong it is.
 
 Shape legend: M named fields, X width of a token's share of the joint state, C blind directions.
 """
@@ -9,21 +9,25 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from loopscope.auditing.drift import Drift
 from loopscope.auditing.free_range import FreeRange
 from loopscope.auditing.hidden import HIDDEN
-from loopscope.auditing.result import BlindDirections, Variable
 from loopscope.auditing.search import CLASSES, PUBLIC, FieldFinding, StateFindings, median_dimension
-from loopscope.config import PAPER_PENALTY
-from loopscope.readings import free_to_grow
+from loopscope.results.audit import (
+    BlindDirections,
+    LoopDirections,
+    NamedDirection,
+    Variable,
+    VariableKind,
+    VariableVerdict,
+)
 from loopscope.results.thresholds import FURTHEST, WEAKLY_HELD
-from loopscope.show.numbers import fold
 
-SEVERITY = ("visible", "weak", "removed", "damped", "inert", "memory", "blind")
+SEVERITY: tuple[VariableVerdict, ...] = ("visible", "weak", "removed", "damped", "inert", "memory", "blind")
 """From harmless to alarm; over loops the last one counts."""
 EXPLAINED = 0.98
 """Share of a direction (or of a subspace) that a name must explain."""
@@ -34,29 +38,6 @@ BY_CHANCE = 4
 HARMLESS = ("removed", "unreachable", "damped", "inert", "memory")
 """Classes whose directions are hidden and need no answer."""
 PRINCIPAL_COMPONENTS = 4
-
-REMEDIES: dict[str, tuple[str, str | None]] = {
-    "scale": (
-        "let a loss see the scale (a norm penalty; a raw or final-only readout) or take it out of the loop "
-        "(an inter-loop norm)",
-        f"--norm-penalty {PAPER_PENALTY}",
-    ),
-    "mean": ("read out through RMSNorm or raw, or norm between loops with LayerNorm", "--readout rmsnorm"),
-}
-OTHER_REMEDY = ("let the readout see these directions, or add a loss term on them", f"--norm-penalty {PAPER_PENALTY}")
-TENSOR_REMEDY = ("let an exit read this tensor, add a loss term on it, or norm it between loops", None)
-
-EVIDENCE = {
-    "visible": "{free}, from loop {k} on",
-    "weak": "{free}{held}, from loop {k} on",
-    "removed": "{free}, but no loop carries or writes it (loop {k}, gain {activity:.2g})",
-    "damped": "{free}, but dying out by more than 5 % a loop (loop {k}, gain {activity:.2g})",
-    "inert": "{free} and carried (loop {k}), but nothing ever reads it; only its range is at risk",
-    "memory": "{free}, carried and read (loop {k}), but bounded by the loop",
-    "blind": "{free}{held}. At loop {k}, {share:.0f} % of tokens are free tenfold or more, the next loop carries it on "
-    "with gain {activity:.2g}, and later exits depend on it ({delayed:.1g})",
-}
-"""What is claimed; where it is blind, the numbers behind it in a sentence of their own."""
 
 Findings = list[dict[int, StateFindings]]
 """One entry per state: loop → findings."""
@@ -89,14 +70,15 @@ def judge(findings: Findings, ranges: Mapping[str, FreeRange], constant: Sequenc
     at_worst = [one[worst] for one in findings]
     extra, agreement = medians[worst]
     named, unnamed = _names(at_worst, besides[worst], [name for name in ranges if name not in blind], extra)
-    named = [{"name": name, "share": _share_of(name, at_worst)} for name in blind] + named
+    named = [*(NamedDirection(name=name, share=_share_of(name, at_worst)) for name in blind), *named]
     spectrum = torch.stack([one.hidden.spectrum for one in at_worst]).median(0).values
+    hidden, shown = spectrum[spectrum <= HIDDEN], spectrum[spectrum > HIDDEN]
     directions = BlindDirections(
         dimension=len(blind) + extra,
         agreement=agreement,
         states=len(findings),
         spectrum=spectrum.tolist(),
-        gap=_gap(spectrum),
+        gap=float(shown.min() / hidden.max().clamp(min=1e-300)) if len(hidden) and len(shown) else None,
         named=named,
         unnamed=unnamed,
         loops=[_loop_row(k, [one[k] for one in findings]) for k in findings[0]],
@@ -105,7 +87,11 @@ def judge(findings: Findings, ranges: Mapping[str, FreeRange], constant: Sequenc
     tensors = [_tensor_variable(name, findings) for name in beside_h]
     others = _discovered(worst, findings, directions, [*blind, *beside_h])
     found = Found(directions, [one.name for one in others], _common(at_worst, besides[worst], extra))
-    return found, [*fields, *tensors, *map(_constant, constant), *others, *_memory(findings, directions)]
+    constants = [
+        Variable(kind="constant", name=name, verdict="removed", visibility=0.0, delayed_visibility=0.0, activity=1.0)
+        for name in constant
+    ]
+    return found, [*fields, *tensors, *constants, *others, *_memory(findings, directions)]
 
 
 def _common(at_states: Sequence[StateFindings], bases: Sequence[Tensor], dimension: int) -> Tensor:
@@ -152,18 +138,12 @@ def _share_of(name: str, at_states: Sequence[StateFindings]) -> float:
     return statistics.median(shares)
 
 
-def _loop_row(k: int, at_states: Sequence[StateFindings]) -> dict[str, int]:
+def _loop_row(k: int, at_states: Sequence[StateFindings]) -> LoopDirections:
     """Median over states of how many directions end in each class."""
     hidden = statistics.median_low([one.hidden.basis_XH.shape[1] for one in at_states])
     weak = statistics.median_low([one.hidden.weak for one in at_states])
-    classes = {name: statistics.median_low([one.fate.counts[name] for one in at_states]) for name in CLASSES}
-    return {"k": k, "hidden": int(hidden), "weak": int(weak), **{name: int(count) for name, count in classes.items()}}
-
-
-def _gap(spectrum: Tensor) -> float | None:
-    """Smallest shown over largest hidden singular value; None when nothing is hidden."""
-    hidden, shown = spectrum[spectrum <= HIDDEN], spectrum[spectrum > HIDDEN]
-    return float(shown.min() / hidden.max().clamp(min=1e-300)) if len(hidden) and len(shown) else None
+    classes = {name: int(statistics.median_low([one.fate.counts[name] for one in at_states])) for name in CLASSES}
+    return LoopDirections(k=k, hidden=int(hidden), weak=int(weak), **classes)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -178,7 +158,7 @@ class _Name:
 
 def _names(
     at_states: Sequence[StateFindings], bases: Sequence[Tensor], fields: Sequence[str], dimension: int
-) -> tuple[list[dict[str, object]], int]:
+) -> tuple[list[NamedDirection], int]:
     """Names of the directions besides the blind fields that most states agree on; what is left is unnamed."""
     if dimension == 0:
         return [], 0
@@ -192,7 +172,7 @@ def _names(
     common = [name for name, count in counts.items() if count > len(per_state) / 2]
     shares = {name: statistics.median(names[name].share for names in per_state if name in names) for name in common}
     taken = sum(max(names[name].dimensions for names in per_state if name in names) for name in common)
-    return [{"name": name, "share": shares[name]} for name in common], max(dimension - taken, 0)
+    return [NamedDirection(name=name, share=shares[name]) for name in common], max(dimension - taken, 0)
 
 
 def _names_at(state: StateFindings, basis_XC: Tensor, fields: Sequence[str], components_XC: Tensor) -> list[_Name]:
@@ -277,36 +257,26 @@ def _principal_components(at_states: Sequence[StateFindings]) -> Tensor:
 
 def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variable:
     """The worst verdict over loops: how far it is free, and where it is, its most frequent fate over states."""
-    by_loop = {}
+    by_loop: dict[int, VariableVerdict] = {}
     for k in findings[0]:
         if not ranges.is_free(k):
             by_loop[k] = "weak" if ranges.median[k] >= WEAKLY_HELD else "visible"
             continue
-        fates = Counter(one[k].fields[name].fate for one in findings)
+        fates = Counter(fate for one in findings if (fate := one[k].fields[name].fate) is not None)
         by_loop[k] = max(fates, key=lambda fate: (fates[fate], SEVERITY.index(fate)))
     worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k]), ranges.median[k], -k))
-    verdict = by_loop[worst]
     visibility, delayed, activity = _medians([one[worst].fields[name] for one in findings])
-    remedy, flag = REMEDIES.get(name, OTHER_REMEDY) if verdict == "blind" else (None, None)
-    evidence = EVIDENCE[verdict].format(
-        k=worst,
-        free=free_to_grow(ranges.median[worst], ranges.tenfold[worst] if ranges.is_free(worst) else None),
-        held=ranges.held_by(worst),
-        share=100 * ranges.tenfold[worst],
-        delayed=delayed,
-        activity=activity,
-    )
     return Variable(
-        name,
-        verdict,
-        visibility,
-        delayed,
-        activity,
-        evidence,
-        remedy,
-        flag,
-        min(ranges.median[worst], FURTHEST),
-        ranges.tenfold[worst],
+        kind="field",
+        name=name,
+        verdict=by_loop[worst],
+        loop=worst,
+        visibility=visibility,
+        delayed_visibility=delayed,
+        activity=activity,
+        free_range=min(ranges.median[worst], FURTHEST),
+        free_tokens=ranges.tenfold[worst],
+        held_from=ranges.term_norm.get(worst),
     )
 
 
@@ -318,25 +288,18 @@ def _medians(found: Sequence[FieldFinding]) -> tuple[float, float, float]:
     return visibility, delayed, activity
 
 
-def with_drift(variable: Variable, found: Drift) -> Variable:
-    """The variable with what training does to it, said before the numbers of its evidence."""
-    claim, stop, numbers = variable.evidence.partition(". ")
-    evidence = f"{claim}; {found.sentence()}{stop}{numbers}"
-    return replace(variable, drift=found.rate, driven=found.driven, evidence=evidence)
-
-
 def _tensor_variable(name: str, findings: Findings) -> Variable:
     """A carried tensor: blind if any of it is; else what becomes of most of it at the loop where that is worst."""
     where = next(iter(findings[0].values())).columns[name]
     width = where.stop - where.start
-    by_loop = {}
+    by_loop: dict[int, tuple[VariableVerdict, float]] = {}
     for k in findings[0]:
         shares = {fate: statistics.median(_held(one[k], fate, where) for one in findings) for fate in CLASSES}
-        public = Counter({"visible": width - sum(shares.values())})
+        public: dict[VariableVerdict, float] = {"visible": width - sum(shares.values())}
         for fate, share in shares.items():
-            public[PUBLIC.get(fate, fate)] += share  # type: ignore[assignment]  # shares of directions, not whole ones
+            public[PUBLIC[fate]] = public.get(PUBLIC[fate], 0.0) + share
         by_loop[k] = (
-            "blind" if shares["blind"] >= NEAR else max(public, key=lambda fate: public[fate]),
+            "blind" if shares["blind"] >= NEAR else max(public, key=public.__getitem__),
             shares["blind"],
         )
     worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k][0]), by_loop[k][1], -k))
@@ -346,21 +309,19 @@ def _tensor_variable(name: str, findings: Findings) -> Variable:
     strengths = [one[worst].fate.strengths.get("blind") for one in findings]
     free = [one.free for one in strengths if one is not None]
     far = min(statistics.median(free), FURTHEST) if verdict == "blind" and free else None
-    what = f"{blind:.0f} of its {width} directions are blind" if verdict == "blind" else f"most of it is {verdict}"
-    what += "" if far is None else f", {_lengths(far)} along them go unnoticed"
-    numbers = (
-        f"along itself its exit shows {visibility:.1g} of an average direction, the next loop passes on "
-        f"{activity:.2g}, later exits depend on it by {delayed:.1g}"
+    return Variable(
+        kind="tensor",
+        name=name,
+        verdict=verdict,
+        loop=worst,
+        visibility=visibility,
+        delayed_visibility=delayed,
+        activity=activity,
+        free_range=far,
+        directions=round(blind),
+        width=width,
+        is_zero=not along,
     )
-    numbers = numbers if along else "zero at every token that was searched"
-    evidence = f"carried beside h: {what} (loop {worst}; {numbers})"
-    remedy, flag = TENSOR_REMEDY if verdict == "blind" else (None, None)
-    return Variable(name, verdict, visibility, delayed, activity, evidence, remedy, flag, far)
-
-
-def _lengths(free: float) -> str:
-    many = "any number of" if free >= FURTHEST else fold(free).removesuffix("-fold")
-    return f"{many} lengths of the state"
 
 
 def _held(one: StateFindings, fate: str, where: slice) -> float:
@@ -369,63 +330,36 @@ def _held(one: StateFindings, fate: str, where: slice) -> float:
     return 0.0 if basis_XC is None else float(basis_XC[where].square().sum())
 
 
-def _constant(name: str) -> Variable:
-    evidence = "carried beside h, and the same after every loop: no loop writes it"
-    return Variable(name, "removed", 0.0, 0.0, 1.0, evidence, None, None)
-
-
 def _discovered(k: int, findings: Findings, found: BlindDirections, known: Sequence[str]) -> list[Variable]:
     """What the search found besides named fields and tensors; numbers are the largest of all such directions."""
-    names = [str(one["name"]) for one in found.named if one["name"] not in known]
+    names = [one.name for one in found.named if one.name not in known]
     names = [name for name in names if not any(name.endswith(f" of {tensor}") for tensor in known)]
     if found.unnamed:
         names.append(f"unnamed ({found.unnamed} dimension{'s' if found.unnamed > 1 else ''})")
-    if not names:
-        return []
-    visibility, delayed, activity, free = _strength("blind", k, findings)
-    evidence = (
-        f"{_lengths(free)} along it go unnoticed. At loop {k} the next loop carries it on with gain "
-        f"{activity:.2g}, and later exits depend on it ({delayed:.1g}); found by the search at "
-        f"{100 * found.agreement:.0f} % of the states"
-    )
-    near = {f"a direction near {name}": remedy for name, remedy in REMEDIES.items()}
-    return [
-        Variable(
-            name, "blind", visibility, delayed, activity, evidence, *near.get(name, OTHER_REMEDY), min(free, FURTHEST)
-        )
-        for name in names
-    ]
+    return [replace(_class_variable("found", name, "blind", k, findings), agreement=found.agreement) for name in names]
 
 
 def _memory(findings: Findings, found: BlindDirections) -> list[Variable]:
     """What is carried in sight of no exit, and bounded."""
-    k, count = max(((row["k"], row["memory"]) for row in found.loops), key=lambda row: row[1])
+    k, count = max(((row.k, row.memory) for row in found.loops), key=lambda row: row[1])
     if not count:
         return []
-    visibility, delayed, activity, free = _strength("memory", k, findings)
-    evidence = (
-        f"loop {k}: {count} hidden directions ({visibility:.0e}) are carried (gain {activity:.2g}) and read later "
-        f"({delayed:.1g}), but the loop bounds the state as a whole"
-    )
     name = f"hidden memory ({count} dimension{'s' if count > 1 else ''})"
-    return [Variable(name, "memory", visibility, delayed, activity, evidence, None, None, min(free, FURTHEST))]
+    return [replace(_class_variable("memory", name, "memory", k, findings), directions=count)]
 
 
-def _strength(name: str, k: int, findings: Findings) -> tuple[float, float, float, float]:
-    """Visibility, delayed visibility, activity and free lengths of a class: medians over the states that have it."""
-    at = [one[k].fate.strengths[name] for one in findings if name in one[k].fate.strengths]
-    visibility, delayed, activity, free = (
-        statistics.median(getattr(one, number) for one in at)
-        for number in ("visibility", "delayed", "activity", "free")
+def _class_variable(
+    kind: VariableKind, name: str, fate: Literal["blind", "memory"], k: int, findings: Findings
+) -> Variable:
+    """A class of hidden directions as a variable: medians over the states that have it."""
+    at = [one[k].fate.strengths[fate] for one in findings if fate in one[k].fate.strengths]
+    return Variable(
+        kind=kind,
+        name=name,
+        verdict=fate,
+        loop=k,
+        visibility=statistics.median(one.visibility for one in at),
+        delayed_visibility=statistics.median(one.delayed for one in at),
+        activity=statistics.median(one.activity for one in at),
+        free_range=min(statistics.median(one.free for one in at), FURTHEST),
     )
-    return visibility, delayed, activity, free
-
-
-def summary(verdict: str, found: BlindDirections, known: list[Variable]) -> str:
-    """The audit in one sentence."""
-    if verdict == "controlled":
-        scale = next(one for one in known if one.name == "scale")
-        return f"No blind spot: every direction that the loop carries is shown to a loss; scale is {scale.verdict}."
-    names = ", ".join(one.name for one in known if one.verdict == "blind")
-    plural, them = ("s", "them") if found.dimension > 1 else ("", "it")
-    return f"{found.dimension} blind direction{plural} ({names}): the loop carries {them} on and no loss sees {them}."

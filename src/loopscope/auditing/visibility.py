@@ -10,7 +10,7 @@ Shape legend: B batch, T tokens, D width, V vocabulary, K loops.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from loopscope.errors import ProtocolError
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import LoopedModel, LoopState
+from loopscope.results.record import measured
 
 ALPHAS = (0.1, 0.18, 0.32, 0.56, 1.0, 1.8, 3.2, 5.6, 10.0)
 """Factors on the state before the readout, even in log."""
@@ -40,8 +41,18 @@ def mean_field(h: Tensor) -> Tensor:
     return torch.ones_like(h)
 
 
+Fields = Mapping[str, Callable[[Tensor], Tensor]]
+"""Directions of h with a name, each a function of the state."""
+
 FIELDS: dict[str, Field] = {"scale": scale_field, "mean": mean_field}
 """Always audited."""
+
+
+def field_rows(fields: Fields, h_D: Tensor, width: int) -> Tensor:
+    """Named fields at a state as unit rows, in float64; of zeros where a field vanishes, and outside of h."""
+    rows_MD = torch.stack([of(h_D.double()).double() for of in fields.values()])
+    rows_MD = rows_MD / rows_MD.norm(dim=-1, keepdim=True).clamp(min=1e-300)
+    return torch.nn.functional.pad(rows_MD, (0, width - rows_MD.shape[1]))
 
 
 def token_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -88,14 +99,14 @@ def cosine_with_gradient(
     return cosine_BT[(targets_BT != IGNORE_INDEX) & ~cosine_BT.isnan()]
 
 
-def raw_readout_control(h_BTD: Tensor, targets_BT: Tensor, seed: int = 0) -> float:
+def raw_readout_control(h_BTD: Tensor, targets_BT: Tensor, seed: int = 0) -> float | None:
     """Median radial share through a random head on the raw state: clearly above zero, or the check itself is broken."""
     generator = torch.Generator().manual_seed(seed)
     vocab_size = max(int(targets_BT.max()) + 1, 2)
     head_VD = torch.randn(vocab_size, h_BTD.shape[-1], generator=generator, dtype=torch.float64).to(h_BTD)
     unit_BTD = h_BTD / h_BTD.norm(dim=-1, keepdim=True).clamp(min=1e-30)
     shares = cosine_with_gradient(lambda h: F.linear(h, head_VD), unit_BTD, targets_BT, scale_field, "control")
-    return float(shares.abs().median())
+    return measured(float(shares.abs().median()))
 
 
 @torch.no_grad()
@@ -123,7 +134,7 @@ def scale_curvatures(model: LoopedModel, state: LoopState, k: int, targets_BT: T
 @torch.no_grad()
 def alpha_sweep(
     model: LoopedModel, state: LoopState, k: int, targets_BT: Tensor, alphas: tuple[float, ...] = ALPHAS
-) -> list[float]:
+) -> list[float | None]:
     """CE of the readout at loop k when the state is first multiplied by α: flat where scale is hidden."""
     states = (state.with_h(alpha * state.h_BTD) for alpha in alphas)
-    return [mean_cross_entropy(model.readout(scaled, k), targets_BT) for scaled in states]
+    return [measured(mean_cross_entropy(model.readout(scaled, k), targets_BT)) for scaled in states]

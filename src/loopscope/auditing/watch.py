@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.auditing.monitor import Alarm, Observation, Reading, ScaleMonitor, read
-from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.errors import ConfigError, DataError, ProtocolError
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.objectives.placement import exit_weights
 from loopscope.objectives.terms import Term
 from loopscope.protocol import AdaptedModel, LoopedModel, LoopTrace, OwnLosses, missing_methods, run_loops
+from loopscope.untouched import borrowed, network_of
 
 EVERY = 50
 """Steps between observations: often enough to see a scale leave, seldom enough to cost below 1 % of step time."""

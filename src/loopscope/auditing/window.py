@@ -203,6 +203,19 @@ class Window:
         placed_RW[:, self.block(k, token)] = rows_RX
         return placed_RW
 
+    def lengths(self, k: int, token: int | None = None) -> Tensor:
+        """How long each tensor of a token's share is, over h and per √channel; one of zeros counts as long as h."""
+        layout, x_X = self.layout(k), self.vector(k)[self.block(k, token)].double()
+        units_X, columns = torch.ones_like(x_X), layout.columns()
+        h_norm, width = float(x_X[columns["h"]].norm()), layout.parts[0].width
+        for name, where in columns.items():
+            if name == "h":
+                continue
+            share = float(x_X[where].norm()) / max(h_norm, 1e-300)
+            alike = ((where.stop - where.start) / width) ** 0.5
+            units_X[where] = share if share > 2 * NOISE * alike else alike
+        return units_X
+
     def loops(self, w_RW: Tensor, k: int, count: int) -> list[Tensor]:
         """w_k → [w_{k+1}, …, w_{k+count}], each R×W."""
         if self.row_by_row and len(w_RW) > 1:

@@ -6,29 +6,30 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 from tyro.conf import Positional
 
 from loopscope.checks import check_at_least
-from loopscope.cli.formats import Audited, exit_code, junit, lines, sarif
-from loopscope.cli.terminal import SCHEMA_VERSION, bar, print_tables, print_text, print_words, progress, say
+from loopscope.cli.terminal import bar, print_tables, print_text, print_words, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.config import ObjectiveConfig
 from loopscope.data.files import check_sources
 from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
-from loopscope.files import write_atomically, write_json
+from loopscope.files import write_atomically
 from loopscope.options import AuditOptions, PushOptions, written
+from loopscope.results.audit import NotAudited, SeveralAudits
+from loopscope.results.record import text_of, write_record
+from loopscope.show import sentences
+from loopscope.show.formats import AuditedTarget, exit_code, junit, lines, sarif
 from loopscope.show.numbers import sparkline
 from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
-    from loopscope.auditing.motion import Motion
-    from loopscope.auditing.push import PushResult
-    from loopscope.auditing.result import AuditResult
     from loopscope.objectives.terms import Term
+    from loopscope.results.audit import AuditResult, Motion, PushResult
     from loopscope.targets import Opened
 
 
@@ -111,7 +112,7 @@ examples:
                 said = str(error) if target in str(error) or len(self.targets) == 1 else f"{target}: {error}"
                 say(f"error: {said}")
                 is_finite = not isinstance(error, NotFiniteError)
-                audited, stage = Audited(target, None, error=str(error), is_finite=is_finite), ""
+                audited, stage = AuditedTarget(target, None, error=str(error), is_finite=is_finite), ""
             audits.append(audited)
             stages.append(stage)
         chosen = "json" if self.json else self.format
@@ -129,7 +130,7 @@ examples:
             print_audit(result, stages[0])
         return exit_code(audits)
 
-    def _audit(self, target: str) -> tuple[Audited, str]:
+    def _audit(self, target: str) -> tuple[AuditedTarget, str]:
         """The audit of one target, left beside its run unless --out takes audit.json elsewhere; with its stage."""
         check_word(target)
         check_sources(self.data or ())
@@ -154,13 +155,13 @@ examples:
             )
         out = self._own_file(opened)
         if out is not None:
-            write_json(out, result.to_json())  # an interrupted push leaves the audit behind
+            write_record(out, result)  # an interrupted push leaves the audit behind
         if self.push:
             result = self._pushed(opened, result)
             if out is not None:
-                write_json(out, result.to_json())
+                write_record(out, result)
         file = Path(target) if Path(target).is_file() else None if opened.run is None else opened.run.config_path
-        return Audited(target, result, file), opened.stage
+        return AuditedTarget(target, result, file), opened.stage
 
     def _own_file(self, opened: Opened) -> Path | None:
         """The run folder's audit.json, unless --out says where else it goes."""
@@ -200,21 +201,17 @@ examples:
         return terms_of(replace(opened.objective or ObjectiveConfig(), norm_penalty=self.norm_penalty))
 
 
-def _json(audits: Sequence[Audited]) -> str | None:
+def _json(audits: Sequence[AuditedTarget]) -> str | None:
     """audit.json of one target, nothing where it has none; of several, a list of them and of what went wrong."""
-    results = [one.result.to_json() for one in audits if one.result is not None]
+    results = [one.result for one in audits if one.result is not None]
     if len(audits) == 1:
-        return _text(results[0]) if results else None
-    mistakes = [{"target": one.target, "message": one.error} for one in audits if one.result is None]
-    return _text({"schema_version": SCHEMA_VERSION, "audits": results, "errors": mistakes})
+        return text_of(results[0]) if results else None
+    mistakes = [NotAudited(target=one.target, message=one.error) for one in audits if one.result is None]
+    return text_of(SeveralAudits(audits=results, errors=mistakes))
 
 
-def _sarif(audits: Sequence[Audited]) -> str:
-    return _text(sarif(audits))
-
-
-def _text(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+def _sarif(audits: Sequence[AuditedTarget]) -> str:
+    return json.dumps(sarif(audits), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def print_audit(result: AuditResult, stage: str = "untrained") -> None:
@@ -224,36 +221,35 @@ def print_audit(result: AuditResult, stage: str = "untrained") -> None:
     loops = ",".join(map(str, subject.supervised))
     seen = "".join(f" + {name}" for name in subject.observables)
     print_words(f"{subject.name}, {step}: {subject.num_loops} loops, width {subject.width}; CE at loops {loops}{seen}")
-    print_words(f"verdict: {result.verdict.upper()}. {result.summary}\n")
+    print_words(f"verdict: {result.verdict.upper()}. {sentences.summary(result)}\n")
     print_tables(_variables(result), _loops(result))
     print_text(_plots(result))
     if result.token_motion is not None:
         print_text(_motion(result.token_motion))
-        print_words(result.token_motion.summary)
+        print_words(sentences.motion(result.token_motion))
     if result.push is not None:
         print_tables(_pushes(result.push))
     for variable in result.variables:
-        if variable.remedy is not None:
-            flag = f" ({variable.flag})" if variable.flag else ""
-            print_words(f"remedy for {variable.name}: {variable.remedy}{flag}")
-    notes = [*result.checks["notes"], *(() if result.push is None else result.push.notes)]
+        if (remedy := sentences.remedy(variable)) is not None:
+            flag = f" ({remedy.flag})" if remedy.flag else ""
+            print_words(f"remedy for {variable.name}: {remedy.text}{flag}")
+    notes = [*result.checks.notes, *(() if result.push is None else result.push.notes)]
     notes += () if result.token_motion is None else result.token_motion.notes
     for note in dict.fromkeys(notes):
         print_words(f"note: {note}")
 
 
 def _variables(result: AuditResult) -> Table:
-    rows = [[variable.name, variable.verdict, variable.evidence] for variable in result.variables]
+    rows = [[one.name, one.verdict, sentences.evidence(one)] for one in result.variables]
     return Table("variables of the state", ["variable", "verdict", "evidence"], rows)
 
 
 def _loops(result: AuditResult) -> Table:
     rows: list[list[object]] = []
     for loop in result.loops[: result.model.num_loops]:
-        at = loop.activity
-        motion = (at.radial_increment, at.predicted_increment, at.angular_step_times_scale)
-        name = f"{at.k}{'*' if loop.supervised else ''}"
-        rows.append([name, loop.ce, at.norm, at.scale, loop.radial_gradient_share, *motion])
+        moves = (loop.radial_increment, loop.predicted_increment, loop.angular_step_times_scale)
+        name = f"{loop.k}{'*' if loop.supervised else ''}"
+        rows.append([name, loop.ce, loop.norm, loop.scale, loop.radial_gradient_share, *moves])
     names = ("CE", "‖h‖", "scale s", "radial gradient share", "next s − s", "predicted ã/d", "angular × s")
     return Table("loops", [Column("loop", align="right"), *columns(".3g", *names)], rows, "* supervised", absent="")
 
@@ -262,7 +258,7 @@ def _pushes(pushed: PushResult) -> Table:
     options = pushed.options
     rows = []
     for push in pushed.pushes:
-        growth = f"{push.growth:.3g}-fold{' (ran)' if push.is_far else ''}"
+        growth = f"{push.growth:.3g}-fold{' (ran)' if push.far else ''}"
         rows.append([push.name, growth, f"{push.paid:+.3f} nats", push.size, push.twin_size])
     header = [Column("variable"), Column("growth", align="right"), Column("the objective paid", align="right")]
     header += columns(".3g", "size", "without the reward")
@@ -279,16 +275,16 @@ def _motion(motion: Motion) -> str:
 
 
 def _plots(result: AuditResult) -> str:
-    norms = [loop.activity.norm for loop in result.loops]
+    norms = [loop.norm for loop in result.loops]
     lines = [f"‖h_k‖ over {len(norms)} loops  {sparkline(norms)}  {norms[0]:.3g} → {norms[-1]:.3g} ({result.motion})"]
-    alphas = result.alpha_sweep["alphas"]
-    for sweep in result.alpha_sweep["loops"]:
-        span = f"{min(sweep['ce']):.3g} … {max(sweep['ce']):.3g}"
-        lines.append(
-            f"CE at loop {sweep['k']}, α·h    {sparkline(sweep['ce'])}  {span} for α {alphas[0]:g} … {alphas[-1]:g}"
-        )
+    alphas = result.alpha_sweep.alphas
+    for sweep in result.alpha_sweep.loops:
+        if ces := [ce for ce in sweep.ce if ce is not None]:
+            span = f"{min(ces):.3g} … {max(ces):.3g}"
+            lines.append(f"CE at loop {sweep.k}, α·h    {sparkline(ces)}  {span} for α {alphas[0]:g} … {alphas[-1]:g}")
     for change in result.interventions:
-        lines.append(f"{change['name']:32} ΔCE {change['delta_ce']:+.4f}")
+        delta = "not finite" if change.delta_ce is None else f"{change.delta_ce:+.4f}"
+        lines.append(f"{change.name:32} ΔCE {delta}")
     if result.blind_directions.gap is not None:
         lines.append(f"spectrum of what is shown: gap {result.blind_directions.gap:.1g} above the hidden directions")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_policy, check_tokenizer, check_word
 
 if TYPE_CHECKING:
-    from loopscope.auditing.exit_gap import ExitGap
+    from loopscope.inference.exit_gap import ExitGap
     from loopscope.results.evaluation import CacheTable, Timing
     from loopscope.verbs.downstream import TaskEvaluation
     from loopscope.verbs.evaluation import EvaluationResult

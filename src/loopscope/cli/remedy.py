@@ -14,6 +14,7 @@ from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK
 from loopscope.options import RemedyOptions
+from loopscope.show import sentences
 from loopscope.show.table import Column, Table
 from loopscope.words import check_word
 
@@ -58,7 +59,7 @@ examples:
             return
         was, now = result.before.audit, result.after.audit
         print_tables(_comparison(result))
-        print_words(f"before: {was.summary}\nafter:  {now.summary}")
+        print_words(f"before: {sentences.summary(was)}\nafter:  {sentences.summary(now)}")
         if now.verdict == "blind-spot":
             print_audit(now)
         print_words("\n".join([f"outcome: {result.outcome.upper()}", *(f"  {reason}" for reason in result.reasons)]))

@@ -9,7 +9,7 @@ Shape legend: K supervised loops, B batch, T tokens, N = B·T, D width, V vocabu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,9 @@ from loopscope.objectives.cross_entropy import (
 )
 from loopscope.objectives.terms import Exits, Pass, Term, terms_of
 from loopscope.protocol import ExitGate, LinearReadout, LoopedModel, LoopTrace, OwnLosses, run_loops
+
+Batch = tuple[Tensor, Tensor]
+"""Ids and targets (B, T)."""
 
 DEPTH_SIGMA = 0.5
 """Spread of the log-normal rate in Poisson-lognormal depth sampling (Huginn's)."""
@@ -239,3 +242,19 @@ def gated_weights(model: LoopedModel, features_KND: Tensor, counted_N: Tensor) -
     wide = torch.promote_types(exit_logits_KN.dtype, torch.float32)
     log_p_KN = exit_distribution(exit_logits_KN.to(wide))
     return log_p_KN.exp(), Exits(log_p_KN, counted_N)
+
+
+def pairs_of(batches: Iterable[Tensor | Batch]) -> list[Batch]:
+    """Batches as pairs of ids and targets; without targets, each token predicts the next."""
+    pairs = []
+    for batch in batches:
+        ids_BT, targets_BT = batch if isinstance(batch, (tuple, list)) else (batch, None)
+        if not isinstance(ids_BT, Tensor) or ids_BT.dim() != 2 or ids_BT.is_floating_point():
+            got = f"{tuple(ids_BT.shape)} of {ids_BT.dtype}" if isinstance(ids_BT, Tensor) else type(ids_BT).__name__
+            raise DataError(f"a batch must be a (batch, tokens) tensor of ids, or a pair with targets; got {got}")
+        if targets_BT is None:
+            ids_BT, targets_BT = ids_BT[:, :-1], ids_BT[:, 1:]
+        pairs.append((ids_BT, targets_BT))
+    if not pairs:
+        raise DataError("a trial training needs at least one batch of token ids; got none")
+    return pairs

@@ -11,6 +11,7 @@ measurement may come to nothing its field is `float | None`, and whoever measure
 
 from __future__ import annotations
 
+import math
 import re
 import types
 import typing
@@ -21,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 import msgspec
 
-from loopscope.errors import RunError
+from loopscope.errors import ConfigError, RunError
 from loopscope.files import (
     MOST_CHARACTERS,
     MOST_JSON_BYTES,
@@ -61,6 +62,11 @@ class Record:
     """What a whole file holds; other dataclasses are its parts."""
 
     schema_version: Literal[1] = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """What its file holds, as Python's own lists and mappings."""
+        plain: dict[str, Any] = as_json(self)
+        return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +121,19 @@ def write_record(path: Path, record: Record) -> None:
     write_atomically(path, text_of(record))
 
 
+def measured(value: float) -> float | None:
+    """A number, or None where measuring came to none: JSON knows neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
+
+
 def decode(data: bytes, kind: type[T]) -> T:
     """The record in a JSON text; a MisfitError says what is wrong with another one, in a few words."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise MisfitError(_cut(_told(str(error), kind))) from None
+    except ConfigError as error:  # of options that a record holds: they check themselves
+        raise MisfitError(_cut(f"does not fit: {error}")) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise MisfitError("is not valid JSON") from None
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
-from loopscope.files import Problems, read_as
-from loopscope.readings import Audit
+from loopscope.results.audit import AuditResult
 from loopscope.results.evaluation import Evaluation
 from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import read_record, write_record
@@ -155,10 +154,9 @@ def is_audited(folder: Path, spec: RowSpec) -> bool:
 
 
 def has_audit(path: Path, step: int | None) -> bool:
-    """Whether there is a whole audit of that step; one of an older version lacks what C5 and C6 are judged by."""
-    problems: Problems = {}
-    found = read_as(path, Audit.from_json, problems)
-    return found is not None and not problems and found.step == step and found.is_up_to_date
+    """Whether there is a whole audit of that step."""
+    found = read_record(path, AuditResult, {})
+    return found is not None and found.model.step == step
 
 
 def _last_step(path: Path) -> LoggedStep | None:

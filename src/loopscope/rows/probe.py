@@ -23,7 +23,7 @@ AUDITS = ("untrained", "trained")
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """How the tokens of a text move, as `auditing.motion` says it."""
+    """How the tokens of a text move, as `inference.motion` says it."""
 
     loops: int | None
     """Loops that were run."""
@@ -55,7 +55,7 @@ class Mend:
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """What the first exit lacks, as `auditing.exit_gap` says it."""
+    """What the first exit lacks, as `inference.exit_gap` says it."""
 
     loop: int | None
     ce_exit: float | None

@@ -6,21 +6,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from loopscope.auditing.motion import measure_motion
-from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.data.stream import evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.errors import LoopscopeError, UnsupportedError
 from loopscope.files import Part
+from loopscope.inference.motion import measure_motion
 from loopscope.protocol import LoopedModel, run_loops
 from loopscope.results.evaluation import CacheTable
 from loopscope.rows.probe import Cost, Exit, Moves, Probe
 from loopscope.targets import Opened
+from loopscope.untouched import borrowed, network_of
 from loopscope.verbs.evaluation import evaluate
 from loopscope.verbs.text import tokens_for
 
@@ -66,7 +67,7 @@ def _motion(opened: Opened, say: Say) -> Moves:
     length = min(MOVING_TOKENS, opened.sequence_length)
     rows = islice(evaluation_batches(tokens, length, 1, None), MOVING_ROWS)
     found = measure_motion(opened.model, torch.cat([ids_BT for ids_BT, _ in rows if ids_BT.shape[1] == length]))
-    return Part(found.to_json()).as_a(Moves)
+    return Part(msgspec.to_builtins(found)).as_a(Moves)
 
 
 def _first_exit(opened: Opened, say: Say) -> Exit:

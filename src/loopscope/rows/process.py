@@ -269,7 +269,7 @@ def audit_row(spec: RowSpec, run: RunFolder) -> dict[str, str]:
     for which, file, subject in wanted:
         say(f"auditing the {which} weights")
         try:
-            write_json(run.path / file, audit(subject, say=say).to_json())
+            write_record(run.path / file, audit(subject, say=say))
         except LoopscopeError as error:
             if not spec.probe:
                 raise

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from loopscope.designs import DESIGNS
 from loopscope.files import write_atomically
-from loopscope.readings import driven_by_training
 from loopscope.results.thresholds import FURTHEST, TENFOLD
+from loopscope.show import sentences
 from loopscope.show.chart import Axis, Chart, Level, Series, Style
 from loopscope.show.numbers import fold, plain, signed, sparkline
 from loopscope.show.page import drawings, framed
@@ -230,8 +230,8 @@ def variables_table(audited: Audited | None, title: str) -> Table:
     """Every variable with its verdict, free range, what training does to it, and the evidence."""
     rows = []
     for one in audited.variables if audited else ():
-        moved = None if one.drift is None else driven_by_training(one.drift) if one.driven else "does not drive it"
-        rows.append([one.name, one.verdict, one.free_range, moved, one.evidence])
+        moved = "does not drive it" if one.driven is False else sentences.driven(one) or None
+        rows.append([one.name, one.verdict, one.free_range, moved, sentences.evidence(one)])
     free = Column("free range", fold)
     return Table(f"{title}: its variables", ["variable", "verdict", free, "training", "evidence"], rows)
 

@@ -11,11 +11,13 @@ from pathlib import PurePath
 
 from loopscope.config import config_to_yaml
 from loopscope.files import setting, words
-from loopscope.readings import Audit, Push, Run, Variable, driven_by_training, free_to_grow
+from loopscope.readings import Run
+from loopscope.results.audit import AuditResult, Push, Variable
 from loopscope.results.reproduction import FAILS, HOLDS, Judgement, Measured, Reproduction
 from loopscope.results.run import LoggedEvent
+from loopscope.show import sentences
 from loopscope.show.grouping import Group
-from loopscope.show.numbers import ABSENT, fold, percent, plain, signed
+from loopscope.show.numbers import fold, percent, plain, signed
 from loopscope.show.series import each_run
 from loopscope.show.table import Column, Table, columns
 
@@ -58,9 +60,9 @@ class AuditView:
     notes: list[str]
 
     @property
-    def remedies(self) -> list[Variable]:
-        """The variables that need one."""
-        return [variable for variable in self.variables if variable.remedy or variable.flag]
+    def remedies(self) -> list[sentences.Remedy]:
+        """What to do about each blind variable."""
+        return [remedy for variable in self.variables if (remedy := sentences.remedy(variable)) is not None]
 
 
 def audit_views(groups: Sequence[Group]) -> list[AuditView]:
@@ -68,13 +70,13 @@ def audit_views(groups: Sequence[Group]) -> list[AuditView]:
     return [_audit_view(group, run, run.audit) for group, run in each_run(groups) if run.audit]
 
 
-def _audit_view(group: Group, run: Run, audit: Audit) -> AuditView:
+def _audit_view(group: Group, run: Run, audit: AuditResult) -> AuditView:
     return AuditView(
         group=group,
         run=run,
-        verdict=IN_WORDS.get(audit.verdict, audit.verdict) or "no verdict",
+        verdict=IN_WORDS.get(audit.verdict, audit.verdict),
         tone=tone(audit.verdict),
-        summary=audit.summary,
+        summary=sentences.summary(audit),
         hidden=_hidden(audit),
         variables=audit.variables,
         free=[told for variable in audit.variables if variable.verdict == "blind" and (told := _told(variable, audit))],
@@ -88,35 +90,35 @@ def _audit_view(group: Group, run: Run, audit: Audit) -> AuditView:
             "Heaviest tokens",
             ["token", *columns(plain, "position", "norm", "times the median")],
             [
-                [_quoted(each.text) or words(each.token), each.position, each.norm, each.ratio]
-                for each in audit.heaviest[:8]
+                [_quoted(each.text or "") or words(each.token), each.position, each.norm, each.ratio]
+                for each in audit.heaviest_tokens[:8]
             ],
         ),
-        motion=audit.token_motion,
-        notes=audit.notes,
+        motion=sentences.motion(audit.token_motion) if audit.token_motion else "",
+        notes=audit.checks.notes,
     )
 
 
-def _told(variable: Variable, audit: Audit) -> str:
+def _told(variable: Variable, audit: AuditResult) -> str:
     """`scale: free to grow 70-fold before it costs 1 % of perplexity; training drives it up by 4 % a step.`"""
-    parts = [] if variable.free_range is None else [free_to_grow(variable.free_range, variable.free_tokens)]
-    if variable.driven and variable.drift is not None:
-        parts.append(driven_by_training(variable.drift))
-    elif variable.driven is False:
-        parts.append("training from these weights does not drive it")
-    parts += [f"under a reward it {_pushed(push)}" for push in audit.pushes if push.name == variable.name]
+    parts = [] if variable.free_range is None else [sentences.free_to_grow(variable.free_range, variable.free_tokens)]
+    parts += filter(None, [sentences.driven(variable)])
+    parts += [f"under a reward it {_pushed(push)}" for push in _pushes(audit) if push.name == variable.name]
     return f"{variable.name}: {'; '.join(parts)}." if parts else ""
+
+
+def _pushes(audit: AuditResult) -> list[Push]:
+    return audit.push.pushes if audit.push else []
 
 
 def _pushed(push: Push) -> str:
     """`ran 17.6-fold, for +0.15 nats`."""
-    far = ABSENT if push.growth is None else fold(push.growth)
-    return f"{'ran' if push.far else 'went'} {far}, for {signed(push.paid)} nats"
+    return f"{'ran' if push.far else 'went'} {fold(push.growth)}, for {signed(push.paid)} nats"
 
 
-def _numbers(run: Run, audit: Audit) -> Table:
+def _numbers(run: Run, audit: AuditResult) -> Table:
     """A row for every variable; what no variable of this audit has is no column."""
-    pushes = {push.name: _pushed(push) for push in audit.pushes}
+    pushes = {push.name: _pushed(push) for push in _pushes(audit)}
     header = [
         *(Column("variable"), Column("verdict"), Column("free range", fold), Column("tokens free tenfold", percent)),
         *(Column("training"), Column("push test"), *columns(plain, "visibility", "delayed", "activity")),
@@ -124,7 +126,7 @@ def _numbers(run: Run, audit: Audit) -> Table:
     ]
     rows: list[list[object]] = []
     for each in audit.variables:
-        seen = (each.visibility, each.delayed_visibility, each.activity, each.evidence)
+        seen = (each.visibility, each.delayed_visibility, each.activity, sentences.evidence(each))
         tried = (_drift(each), pushes.get(each.name))
         rows.append([each.name, each.verdict, each.free_range, each.free_tokens, *tried, *seen])
     return Table(f"Variables of {run.name}", header, rows).measured()
@@ -142,12 +144,11 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _hidden(audit: Audit) -> str:
+def _hidden(audit: AuditResult) -> str:
     """How many directions of the state no loss sees, and which of them have names."""
-    if audit.dimension is None:
-        return ""
-    names = f" ({', '.join(audit.named)})" if audit.named and audit.dimension else ""
-    return f"{audit.dimension} blind direction{'' if audit.dimension == 1 else 's'}{names}"
+    found = audit.blind_directions
+    names = f" ({', '.join(each.name for each in found.named)})" if found.named and found.dimension else ""
+    return f"{found.dimension} blind direction{'' if found.dimension == 1 else 's'}{names}"
 
 
 # --- claims ----------------------------------------------------------------------------------------------------------

@@ -10,18 +10,17 @@ from typing import Literal
 
 from loopscope.readings import (
     Run,
-    Variable,
-    driven_by_training,
     exit_failure,
     final_norm,
-    free_to_grow,
     hides_scale,
 )
+from loopscope.results.audit import Variable
 from loopscope.results.reproduction import TOO_EARLY, Reproduction
 from loopscope.results.thresholds import CLEAR, FURTHEST
 from loopscope.show.grouping import Group, group_runs
 from loopscope.show.numbers import brief, fold, signed
 from loopscope.show.sections import AuditView, ClaimTable, audit_views
+from loopscope.show.sentences import driven_by_training, free_to_grow
 from loopscope.show.series import each_run
 
 PER_LOOP, TERMINAL, NORMED, RAW = "per-loop", "terminal", "RMSNorm", "raw"
@@ -242,7 +241,7 @@ def _remedies(audits: Sequence[AuditView]) -> str:
     blind = [audit for audit in audits if audit.run.verdict == "blind-spot"]
     needed: dict[str, list[AuditView]] = {}
     for audit in blind:
-        for flag in dict.fromkeys(v.flag for v in audit.remedies if v.verdict == "blind" and v.flag):
+        for flag in dict.fromkeys(remedy.flag for remedy in audit.remedies if remedy.flag):
             needed.setdefault(flag, []).append(audit)
     parts = [
         flag if len(who) == len(blind) else f"{flag} for {_listed(_labels(who))}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from loopscope.readings import Variable
+from loopscope.results.audit import Variable
 from loopscope.results.thresholds import TENFOLD
 from loopscope.show.numbers import fold, padded
 from loopscope.show.table import Table

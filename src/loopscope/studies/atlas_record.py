@@ -18,11 +18,13 @@ from loopscope.errors import ConfigError, RunError, suggest
 from loopscope.files import Part, Problems, read_as, without_nan, write_json
 from loopscope.machine import provenance
 from loopscope.options import written
-from loopscope.readings import Audit, Run, Variable, read_run
+from loopscope.readings import Run, read_run
+from loopscope.results.audit import AuditResult, Variable
 from loopscope.results.evaluation import Beyond, Split, beyond
 from loopscope.results.record import as_json, of_part
 from loopscope.results.thresholds import FURTHEST
 from loopscope.rows.probe import Probe, read_probe
+from loopscope.show import sentences
 
 SCHEMA_VERSION = 1
 FILE = "atlas.json"
@@ -171,17 +173,17 @@ class Audited:
         return self.norms[k - 1] if 0 < k <= len(self.norms) else None
 
     @classmethod
-    def of(cls, audit: Audit | None) -> Self | None:
+    def of(cls, audit: AuditResult | None) -> Self | None:
         """From audit.json."""
-        if audit is None or not audit.verdict:
+        if audit is None:
             return None
-        norms = [audit.loops[k].norm if k in audit.loops else None for k in range(1, max(audit.loops, default=0) + 1)]
+        norms: list[float | None] = [loop.norm for loop in audit.loops]
         return cls(
             verdict=audit.verdict,
-            summary=audit.summary,
+            summary=sentences.summary(audit),
             variables=audit.variables,
             norms=norms[:FAR],
-            notes=audit.notes,
+            notes=audit.checks.notes,
         )
 
     @classmethod
@@ -189,8 +191,8 @@ class Audited:
         """What can be read of it; None where there is none."""
         if not part.values:
             return None
-        variables = [row.as_a(Variable, name=row.text("name") or "unnamed") for row in part.parts("variables")]
-        return part.as_a(cls, variables=variables)
+        found = [of_part(row, Variable) for row in part.parts("variables")]
+        return part.as_a(cls, variables=[one for one in found if one is not None])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from loopscope.readings import (
-    AuditedLoop,
     Measure,
     Run,
-    Variable,
     alpha_changes,
     exit_failure,
     final_norm,
     perplexity_at,
 )
+from loopscope.results.audit import AuditedLoop, Variable
 from loopscope.results.ouro import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord, ReadoutKind
 from loopscope.results.scaling import ScalingRecord
 from loopscope.results.thresholds import LINEAR_BELOW, SATURATED_LOGIT

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from loopscope.readings import (
-    AuditedLoop,
     Run,
     alpha_range,
     difference,
@@ -25,6 +24,7 @@ from loopscope.readings import (
     perplexity_at,
     radial_clamps,
 )
+from loopscope.results.audit import AuditedLoop
 from loopscope.results.evaluation import SPLITS
 from loopscope.results.reproduction import ClaimsRecord, PaperValue
 from loopscope.results.thresholds import CLEAR, FLAT, LINEAR_BELOW, SHARP
@@ -234,7 +234,7 @@ def _at_exits(view: View, condition: str, of: OfLoop, *, raw: bool, untrained: b
     found: dict[int, list[float]] = {}
     for seed, row in view.of(condition).items():
         audit = row.untrained if untrained else row.audit
-        for loop in audit.loops.values() if audit else ():
+        for loop in audit.loops if audit else ():
             if (value := of(loop)) is not None and is_raw_at(row, loop.k) == raw:
                 found.setdefault(seed, []).append(value)
     return found
@@ -267,7 +267,7 @@ def c6(view: View) -> list[Quantity]:
     audits = {seed: row.audit for seed, row in view.of(RMSNORM).items() if row.audit and row.audit.tests_of_lemma_2}
     scale = {seed: missed for seed, audit in audits.items() if (missed := audit.scale_missed) is not None}
     direction = {seed: missed for seed, audit in audits.items() if (missed := audit.direction_missed) is not None}
-    counted = {seed: float(sum(one.tokens or 0 for one in audit.tests_of_lemma_2)) for seed, audit in audits.items()}
+    counted = {seed: float(sum(one.tokens for one in audit.tests_of_lemma_2)) for seed, audit in audits.items()}
     return [
         Quantity("missed of the motion of scale", "share", scale, limit, every=True),
         Quantity("missed of the motion of direction", "share", direction, limit, every=True),

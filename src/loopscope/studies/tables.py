@@ -13,8 +13,6 @@ from typing import Any
 
 from loopscope.config import changes_learning, config_to_dict
 from loopscope.readings import (
-    Audit,
-    AuditedLoop,
     Measure,
     Run,
     exit_failure,
@@ -25,6 +23,7 @@ from loopscope.readings import (
     perplexity_at,
     radial_clamps,
 )
+from loopscope.results.audit import AuditedLoop, AuditResult
 from loopscope.results.reproduction import (
     FAILS,
     HOLDS,
@@ -125,7 +124,7 @@ def scale_response_table(view: View) -> Table:
                 [
                     (loop.scale_curvature if is_raw_at(row, k) else loop.scale_curvature_size)
                     for row in view.of(name).values()
-                    if (audit := _audit_of(row, weights)) and (loop := audit.loops.get(k))
+                    if (audit := _audit_of(row, weights)) and (loop := audit.loop(k))
                 ]
                 for k in loops
             ]
@@ -144,7 +143,7 @@ def lemma_2_table(view: View) -> Table:
     for name in view.conditions():
         for weights in WEIGHTS:
             audits = [audit for row in view.of(name).values() if (audit := _audit_of(row, weights))]
-            counts = [sum(one.tokens or 0 for one in audit.tests_of_lemma_2) for audit in audits]
+            counts = [sum(one.tokens for one in audit.tests_of_lemma_2) for audit in audits]
             missed = [[audit.scale_missed for audit in audits], [audit.direction_missed for audit in audits]]
             rows.append([_title(name), weights, counts, *missed])
     measured = columns(mean_deviation, "tokens × loops", "missed of scale", "missed of direction")
@@ -158,7 +157,7 @@ def lemma_2_table(view: View) -> Table:
 WEIGHTS = ("untrained", "trained")
 
 
-def _audit_of(row: Run, weights: str) -> Audit | None:
+def _audit_of(row: Run, weights: str) -> AuditResult | None:
     return row.untrained if weights == "untrained" else row.audit
 
 
@@ -253,8 +252,8 @@ def token_norms_table(view: View) -> Table:
     for name in view.conditions():
         found: list[list[float | None]] = [[] for _ in range(len(QUANTILES) + 1)]
         for row in view.of(name).values():
-            last = row.audit.loops.get(row.num_loops) if row.audit else None
-            quantiles = [value for value in last.norm_quantiles if value is not None] if last else []
+            last = row.audit.loop(row.num_loops) if row.audit else None
+            quantiles = last.norm_quantiles if last else []
             if len(quantiles) == len(QUANTILES):
                 ratio = quantiles[-1] / quantiles[2] if quantiles[2] else None
                 for values, value in zip(found, [*quantiles, ratio], strict=True):
@@ -413,7 +412,8 @@ OfLoop = Callable[[AuditedLoop], float | None]
 
 
 def _of_loop(view: View, condition: str, k: int, of: OfLoop) -> list[float | None]:
-    return [of(row.audit.loops[k]) for row in view.of(condition).values() if row.audit and k in row.audit.loops]
+    audits = (row.audit for row in view.of(condition).values() if row.audit)
+    return [of(loop) for audit in audits if (loop := audit.loop(k)) is not None]
 
 
 def _audits(view: View, name: str) -> str:

@@ -10,21 +10,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from loopscope.auditing.audit import Supervised
+from loopscope.auditing.audit import Supervised, gather
 from loopscope.auditing.audit import audit as audit_model
 from loopscope.auditing.drift import affordable
-from loopscope.auditing.result import AuditResult
-from loopscope.auditing.trial import Recipe, pairs_of
-from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.auditing.visibility import Field
 from loopscope.config import ModelConfig
 from loopscope.data.stream import evaluation_batches
-from loopscope.errors import ConfigError
+from loopscope.errors import ConfigError, UnsupportedError
+from loopscope.inference.motion import measure_motion
 from loopscope.model.looped_lm import build
+from loopscope.objectives.placement import pairs_of
 from loopscope.objectives.terms import Term, terms_of
 from loopscope.options import AuditOptions
 from loopscope.protocol import LoopedModel, run_loops
+from loopscope.results.audit import AuditResult, Recipe
 from loopscope.targets import Batch, Opened, open_target
+from loopscope.untouched import borrowed, network_of
 from loopscope.verbs.text import Say, tokens_for, with_tokenizer
 
 VALIDATION_ROWS = 16
@@ -66,7 +67,8 @@ def audit(
     if not isinstance(target, (str, Path, Opened)):
         if batches is None or data is not None or tokenizer is not None:
             raise ConfigError("an audit of a model itself takes batches of ids; open a target to name text for it")
-        return audit_model(
+        batches = list(batches)
+        result = audit_model(
             target,
             batches,
             supervised=supervised,
@@ -79,6 +81,7 @@ def audit(
             step=step,
             progress=progress,
         )
+        return _with_motion(result, target, batches, options, progress)
     opened = with_tokenizer(open_target(target, seed=options.seed), tokenizer)
     on, texts = (None, batches) if batches is not None else text_for(opened, data, options.seed, say)
     texts = list(texts)
@@ -96,8 +99,23 @@ def audit(
         step=opened.step if step is None else step,
         progress=progress,
     )
-    notes = [*([on] if on else []), *opened.notes, *result.checks["notes"]]
-    return replace(_with_texts(result, opened), checks={**result.checks, "notes": notes})
+    result = _with_motion(result, opened.model, texts, options, progress)
+    notes = [*([on] if on else []), *opened.notes, *result.checks.notes]
+    return replace(_with_texts(result, opened), checks=replace(result.checks, notes=notes))
+
+
+def _with_motion(
+    result: AuditResult, model: LoopedModel, batches: Sequence[Batch], options: AuditOptions, progress: Progress
+) -> AuditResult:
+    """The audit with the motion of the tokens that were audited, where that is asked for."""
+    if not options.motion:
+        return result
+    progress("motion", 0.97)
+    ids_BT, _ = gather(batches, options)
+    try:
+        return replace(result, token_motion=measure_motion(model, ids_BT))
+    except UnsupportedError as error:  # it ends with its trained depth: what was audited stands
+        return replace(result, checks=replace(result.checks, notes=[*result.checks.notes, str(error)]))
 
 
 def text_for(opened: Opened, data: Sequence[str] | None, seed: int, say: Say) -> tuple[str | None, Iterable[Batch]]:
@@ -144,5 +162,5 @@ def _with_texts(result: AuditResult, opened: Opened) -> AuditResult:
     """The heaviest tokens as text, where the target has a tokenizer."""
     if opened.tokenizer is None:
         return result
-    named = [{**token, "text": opened.tokenizer.decode([token["token"]])} for token in result.heaviest_tokens]
+    named = [replace(one, text=opened.tokenizer.decode([one.token])) for one in result.heaviest_tokens]
     return replace(result, heaviest_tokens=named)

@@ -21,7 +21,6 @@ from loopscope.data.stream import evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError, DataError
-from loopscope.files import read_as
 from loopscope.inference.calibration import CLIP, failures_allowed, hoeffding_bentkus_p_value, units_needed
 from loopscope.inference.certification import (
     FULL_DEPTH,
@@ -39,9 +38,9 @@ from loopscope.inference.decoding import device_of
 from loopscope.inference.rules import Fixed, Probe, Rule, rule_named, rules_for
 from loopscope.options import CalibrateOptions, chosen
 from loopscope.protocol import Cached, ProjectedKeys, run_loops
-from loopscope.readings import Audit
+from loopscope.results.audit import AuditResult
 from loopscope.results.halting import Calibration, Certificate, OnTest, Policy, Promise
-from loopscope.results.record import write_record
+from loopscope.results.record import read_record, write_record
 from loopscope.results.thresholds import HALVED
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.text import Say, corpus_for, tokens_for, with_tokenizer
@@ -230,13 +229,13 @@ def _notes(text: UnitText, session: Certifier, rules: Sequence[Rule], ratio: flo
 
 def _scale_ratio(opened: Opened, session: Certifier) -> tuple[float, str]:
     """s_K/s_1 by the audit of these weights where the run folder has one, else measured on a unit; and whose word."""
-    audit = None if opened.run is None else read_as(opened.run.path / "audit.json", Audit.from_json, {})
-    if audit is not None and audit.step == opened.step:
-        scales = [audit.loops[k].scale for k in (1, session.num_loops) if k in audit.loops]
-        if len(scales) == 2 and scales[0] and scales[1]:
-            return scales[1] / scales[0], "in this run's audit"
+    audit = None if opened.run is None else read_record(opened.run.path / "audit.json", AuditResult, {})
+    if audit is not None and audit.model.step == opened.step:
+        first, last = audit.loop(1), audit.loop(session.num_loops)
+        if first is not None and last is not None and first.scale and last.scale:
+            return last.scale / first.scale, "in this run's audit"
     with torch.no_grad():
         ids_BT = session.splits["fit"][0].ids_BT.to(device_of(session.model))
         states = run_loops(opened.model, ids_BT, num_loops=session.num_loops).states
-    first, last = (states[k].h_BTD.float().square().mean(-1).sqrt().mean() for k in (1, session.num_loops))
-    return float(last / first), "on a unit of the fit split"
+    at_first, at_last = (states[k].h_BTD.float().square().mean(-1).sqrt().mean() for k in (1, session.num_loops))
+    return float(at_last / at_first), "on a unit of the fit split"

@@ -8,13 +8,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from loopscope.config import Config, ModelConfig
-from loopscope.files import read_as, without_nan
-from loopscope.readings import Audit, driven_by_training
+from loopscope.files import without_nan
+from loopscope.results.audit import AuditResult
 from loopscope.results.evaluation import Evaluation, Split
 from loopscope.results.halting import Policy
 from loopscope.results.record import read_record
 from loopscope.results.run import DataRecord
 from loopscope.show.numbers import fold
+from loopscope.show.sentences import driven, summary
 
 ESSENTIAL = ("vocab_size", "width", "num_layers", "num_loops", "prelude_layers", "coda_layers", "num_heads", "readout")
 """Fields of the design that a card shows even where they have their usual values."""
@@ -33,7 +34,7 @@ class Card:
     step: int | None
     text: DataRecord | None
     """What the manifest says of its text."""
-    audit: Audit | None
+    audit: AuditResult | None
     evaluation: Evaluation | None
     policy: Policy | None
 
@@ -91,10 +92,10 @@ class Card:
         return "## Training\n\n" + "\n".join(lines) if lines else ""
 
 
-def read_results(folder: Path) -> tuple[Audit | None, Evaluation | None, Policy | None]:
+def read_results(folder: Path) -> tuple[AuditResult | None, Evaluation | None, Policy | None]:
     """audit.json, eval.json and policy.json of a folder, as far as they are there and can be read."""
     return (
-        read_as(folder / "audit.json", Audit.from_json, {}),
+        read_record(folder / "audit.json", AuditResult, {}),
         read_record(folder / "eval.json", Evaluation, {}),
         read_record(folder / "policy.json", Policy, {}),
     )
@@ -138,19 +139,19 @@ def _halting(policy: Policy) -> str:
     return "## Halting\n\n" + "\n".join(lines)
 
 
-def _audited(audit: Audit) -> str:
+def _audited(audit: AuditResult) -> str:
     rows = (
         (
             variable.name,
             variable.verdict,
             "" if variable.free_range is None else fold(variable.free_range),
-            driven_by_training(variable.drift) if variable.driven and variable.drift is not None else "",
+            driven(variable) if variable.driven else "",
         )
         for variable in audit.variables
     )
-    step = "" if audit.step is None else f" at step {audit.step:,}"
+    step = "" if audit.model.step is None else f" at step {audit.model.step:,}"
     return (
-        f"## Audit\n\nVerdict{step}: **{_inline(audit.verdict)}**. {_inline(audit.summary)}\n\n"
+        f"## Audit\n\nVerdict{step}: **{_inline(audit.verdict)}**. {_inline(summary(audit))}\n\n"
         "A free range is how far a variable of the state may grow before the objective notices 1 % of perplexity.\n\n"
         + _table(("variable", "verdict", "free range", "in training"), rows)
     )

@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from loopscope.adapters.transformers_lm import TransformersModel, is_pretrained_model
-from loopscope.auditing.untouched import borrowed, network_of, widened, widest_affordable
 from loopscope.errors import ConfigError, ProtocolError
 from loopscope.inference.conformance import Progress, check_looped, check_text_model
 from loopscope.options import CheckOptions, chosen
 from loopscope.protocol import LoopedModel
 from loopscope.results.check import Conformance
 from loopscope.targets import Opened, is_factory, made_by_factory, of_made, open_target
+from loopscope.untouched import borrowed, network_of, widened, widest_affordable
 
 
 def check(

@@ -156,7 +156,7 @@ class _Source:
         audit, evaluation, _ = read_results(self.results)
         stale = {
             name
-            for name, made in (("audit.json", audit), ("eval.json", evaluation))
+            for name, made in (("audit.json", audit.model if audit else None), ("eval.json", evaluation))
             if made is None or made.step != self.opened.step
         }
         for name in RESULTS:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.auditing.activity import loop_activity
-from loopscope.auditing.exit_gap import ExitGap, measure_exit_gaps
 from loopscope.data.packing import SplitTokens
 from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.inference.costs import DECODE, Way, policy_costs, time_depths
 from loopscope.inference.decoding import Limits, decode
+from loopscope.inference.exit_gap import ExitGap, measure_exit_gaps
 from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text, parse_halting
 from loopscope.inference.speculation import Speculator
 from loopscope.objectives.cross_entropy import IGNORE_INDEX

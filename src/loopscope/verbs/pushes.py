@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 
 from loopscope.auditing.audit import Supervised
-from loopscope.auditing.push import Progress, PushResult
+from loopscope.auditing.push import Progress
 from loopscope.auditing.push import push as push_model
-from loopscope.auditing.result import AuditResult
-from loopscope.auditing.trial import Recipe, Size, TrialObjective, size_along, trainable
+from loopscope.auditing.trial import Size, TrialObjective, size_along, trainable
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.data.preparation import prepare
 from loopscope.data.stream import Tokens, training_stream
@@ -23,6 +22,7 @@ from loopscope.errors import ConfigError, suggest
 from loopscope.objectives.terms import Term, terms_of
 from loopscope.options import PushOptions
 from loopscope.protocol import LoopedModel
+from loopscope.results.audit import AuditResult, PushResult, Recipe
 from loopscope.results.thresholds import RAN
 from loopscope.targets import Batch, Opened, open_target
 from loopscope.verbs.audits import RANDOM_LENGTH, RANDOM_ROWS
@@ -133,14 +133,14 @@ def _random(opened: Opened, seed: int) -> Iterator[Batch]:
 def with_push(audited: AuditResult, pushed: PushResult) -> AuditResult:
     """An audit with its push test; a note where the two disagree about a variable."""
     verdicts = {variable.name: variable.verdict for variable in audited.variables}
-    notes = list(audited.checks["notes"])
+    notes = list(audited.checks.notes)
     for push in pushed.pushes:
         verdict = verdicts.get(push.name)
-        if verdict == "blind" and not push.is_far:
+        if verdict == "blind" and not push.far:
             notes.append(f"{push.name} is called blind, but a reward moved it only {push.growth:.3g}-fold")
-        if verdict in ("visible", "weak") and push.is_far:
+        if verdict in ("visible", "weak") and push.far:
             notes.append(
                 f"{push.name} is called {verdict} at these weights, but weights that follow a reward let it go "
                 f"{push.growth:.3g}-fold for {push.paid:.2g} nats (the limit is {RAN:g})"
             )
-    return replace(audited, push=pushed, checks={**audited.checks, "notes": notes})
+    return replace(audited, push=pushed, checks=replace(audited.checks, notes=notes))

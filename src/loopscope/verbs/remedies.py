@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from loopscope.auditing.clamp import clamped
-from loopscope.auditing.result import AuditResult
+from loopscope.auditing.interventions import clamped
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
 from loopscope.errors import ConfigError, NotFiniteError, RunError
 from loopscope.files import without_nan, write_json
 from loopscope.options import AuditOptions, How, RemedyOptions, chosen
+from loopscope.results.audit import AuditResult
 from loopscope.results.evaluation import Split
-from loopscope.results.record import as_json
+from loopscope.results.record import as_json, write_record
+from loopscope.show import sentences
 from loopscope.targets import Opened, open_target
 from loopscope.verbs.audits import audit
 from loopscope.verbs.evaluation import evaluate
@@ -102,7 +103,7 @@ def judge(before: Measured, after: Measured) -> tuple[Outcome, tuple[str, ...]]:
     if now.verdict == "blind-spot":
         names = ", ".join(variable.name for variable in now.variables if variable.verdict == "blind")
         left.insert(0, f"still blind: {names}; it needs more --steps, or another fix (--how)")
-    doubts = [f"the audit after the fix is undecided: {now.summary}"] if now.verdict == "undecided" else []
+    doubts = [f"the audit after the fix is undecided: {sentences.summary(now)}"] if now.verdict == "undecided" else []
     if worse or doubts or left:
         outcome: Outcome = "worse" if worse else "undecided" if doubts else "unfinished"
         return outcome, (*worse, *doubts, *left)
@@ -192,7 +193,9 @@ def remedy(
     say(f"auditing {opened.name}")
     before = measured(opened, "no fix mends that")
     if before.audit.verdict != "blind-spot":
-        say(f"{opened.name} is {before.audit.verdict}: there is no blind spot to fix. {before.audit.summary}")
+        say(
+            f"{opened.name} is {before.audit.verdict}: there is no blind spot to fix. {sentences.summary(before.audit)}"
+        )
     if fixed is None:
         after_opened = replace(opened, model=clamped(opened.model), name=f"{opened.name}, clamped")
     else:
@@ -212,7 +215,7 @@ def remedy(
     outcome, reasons = judge(before, after)
     result_ = Remedied(how, before, after, place, outcome, reasons)
     place.mkdir(parents=True, exist_ok=True)
-    write_json(place / "audit.json", after.audit.to_json())
+    write_record(place / "audit.json", after.audit)
     write_json(place / "remedy.json", {"schema_version": 1, **result_.to_json()})
     return result_
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import loopscope as ls
-from loopscope.auditing.exit_gap import ExitGap, measure_exit_gap, measure_exit_gaps
 from loopscope.errors import ConfigError, DataError
+from loopscope.inference.exit_gap import ExitGap, measure_exit_gap, measure_exit_gaps
 from loopscope.protocol import LinearReadout, LoopState
 
 SIDES = 4

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopscope.auditing.trial import pairs_of
-from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.errors import ConfigError, DataError
 from loopscope.files import without_nan
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
+from loopscope.objectives.placement import pairs_of
 from loopscope.protocol import LinearReadout, LoopedModel, LoopState, run_loops
+from loopscope.untouched import borrowed, network_of
 
 Batch = Tensor | tuple[Tensor, Tensor]
 

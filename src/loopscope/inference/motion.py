@@ -32,117 +32,30 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loopscope.auditing.untouched import borrowed, network_of
 from loopscope.errors import ConfigError, DataError, NotFiniteError, UnsupportedError
-from loopscope.files import without_nan
 from loopscope.protocol import LoopedModel, check_products
+from loopscope.results.audit import Motion, MotionKind, TokenMotion
+from loopscope.show import sentences
+from loopscope.untouched import borrowed, network_of
 
 LOOPS = 64
 FIXED_COSINE, FIXED_LOOPS = 0.95, 0.9
 ORBIT_AMPLITUDE, ORBIT_CYCLES = 0.025, 2
 SLIDER_RISE = 0.05
-KINDS = ("fixed", "orbit", "slider", "unknown")
 FEWEST_LOOPS = 8
 """Below this no orbit of two cycles could be told from anything."""
 ROUNDING = 64.0
 """Steps of so many roundings of ‖h‖ or fewer are rounding: a state that stands still has no rate."""
 FEWEST_STEPS = 4
 """Steps above rounding that a rate takes."""
-
-
-@dataclass(frozen=True)
-class TokenMotion:
-    """How one token moves."""
-
-    kind: str
-    """fixed, orbit, slider or unknown."""
-    period: float | None
-    """Loops of one turn; of an orbit."""
-    amplitude: float
-    """A, of the strongest oscillation of s_t."""
-    purity: float | None
-    """Share of the oscillation's power around its peak; of an orbit."""
-    rise: float
-    """n times the slope of s_t: how far the line through it rises over all loops."""
-    contraction_rate: float | None
-    """ρ of ‖h_{t+1} − h_t‖ ≈ c·ρ^t; None where fewer than four steps are more than rounding."""
-    settled_at: int
-    """The first loop from which on the likeliest next token is that of the last loop."""
-
-
-@dataclass(frozen=True)
-class Motion:
-    """How the tokens of a text move through a model's loops."""
-
-    loops: int
-    """Loops that were run; the last is the reference."""
-    num_loops: int
-    """The depth it was trained at."""
-    tokens: tuple[TokenMotion, ...]
-    median_cosine: tuple[float, ...]
-    """Median over tokens of cos(h_t, h_loops), for t = 1 … loops."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of tokens of every kind."""
-        counts = Counter(token.kind for token in self.tokens)
-        return {kind: counts[kind] / len(self.tokens) for kind in KINDS}
-
-    @property
-    def period(self) -> float | None:
-        """Median over the tokens in orbit."""
-        return _median([token.period for token in self.tokens])
-
-    @property
-    def purity(self) -> float | None:
-        """Median over the tokens in orbit."""
-        return _median([token.purity for token in self.tokens])
-
-    @property
-    def contraction_rate(self) -> float | None:
-        """Median over tokens; below 1 the loop contracts."""
-        return _median([token.contraction_rate for token in self.tokens])
-
-    @property
-    def settled_at(self) -> float:
-        """Median over tokens of the loop from which the prediction stays."""
-        return statistics.median(token.settled_at for token in self.tokens)
-
-    @property
-    def settled_by_trained_depth(self) -> float:
-        """Share of tokens whose prediction no loop beyond the trained depth changes, of those that were run."""
-        return sum(token.settled_at <= self.num_loops for token in self.tokens) / len(self.tokens)
-
-    @property
-    def summary(self) -> str:
-        """Shares, rate and settling, in a sentence or two."""
-        named = [f"{share:.0%} {kind}" for kind, share in self.shares.items() if share]
-        says = f"Over {self.loops} loops {len(self.tokens)} tokens are {', '.join(named)}"
-        if self.period is not None and self.purity is not None:
-            says += f" (median period {self.period:.3g} loops, {self.purity:.0%} of the power at its peak)"
-        if self.contraction_rate is not None:
-            says += f"; steps change by a factor of {self.contraction_rate:.3g} a loop"
-        return says + (
-            f". The prediction settles at loop {self.settled_at:g} (median); for "
-            f"{self.settled_by_trained_depth:.0%} of tokens no loop beyond the trained {self.num_loops} changes it."
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """As audit.json keeps it."""
-        derived = ("shares", "period", "purity", "contraction_rate", "settled_at", "settled_by_trained_depth")
-        found = {name: getattr(self, name) for name in (*derived, "summary")}
-        tokens = [asdict(token) for token in self.tokens]
-        plain = {"loops": self.loops, "num_loops": self.num_loops, **found, "tokens": tokens}
-        return without_nan({**plain, "median_cosine": list(self.median_cosine), "notes": list(self.notes)})
 
 
 @dataclass(frozen=True)
@@ -175,7 +88,28 @@ def measure_motion(model: LoopedModel, ids_BT: Tensor, *, loops: int = LOOPS) ->
     reference_ND = F.normalize(h[-1].double(), dim=-1)
     cosine_LN = torch.stack([(F.normalize(each.double(), dim=-1) * reference_ND).sum(-1) for each in h])
     tokens = _classified(cosine_LN[:-1], contraction_rates(h), settling_loops(course.likeliest_LN))
-    return Motion(len(h), model.num_loops, tokens, tuple(cosine_LN.median(dim=1).values.tolist()), course.notes)
+    return summed_up(tokens, len(h), model.num_loops, cosine_LN.median(dim=1).values.tolist(), course.notes)
+
+
+def summed_up(
+    tokens: Sequence[TokenMotion], loops: int, num_loops: int, median_cosine: list[float], notes: Sequence[str] = ()
+) -> Motion:
+    """Shares of kinds and medians over tokens."""
+    counts = Counter(token.kind for token in tokens)
+    found = Motion(
+        loops=loops,
+        num_loops=num_loops,
+        shares={kind: counts[kind] / len(tokens) for kind in get_args(MotionKind)},
+        period=_median([token.period for token in tokens]),
+        purity=_median([token.purity for token in tokens]),
+        contraction_rate=_median([token.contraction_rate for token in tokens]),
+        settled_at=float(statistics.median(token.settled_at for token in tokens)),
+        settled_by_trained_depth=sum(token.settled_at <= num_loops for token in tokens) / len(tokens),
+        tokens=list(tokens),
+        median_cosine=median_cosine,
+        notes=list(notes),
+    )
+    return replace(found, summary=sentences.motion(found))
 
 
 def _run(model: LoopedModel, ids_BT: Tensor, loops: int) -> _Course:
@@ -216,7 +150,7 @@ def _classified(s_LN: Tensor, rates: Sequence[float | None], settled: Sequence[i
         peak = int(spectrum_F[1:].argmax()) + 1
         amplitude = 4 * float(spectrum_F[peak]) / n
         if is_fixed_N[index]:
-            kind = "fixed"
+            kind: MotionKind = "fixed"
         elif amplitude >= ORBIT_AMPLITUDE and peak >= ORBIT_CYCLES:
             kind = "orbit"
         else:

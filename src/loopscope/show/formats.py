@@ -22,9 +22,10 @@ from loopscope.config import ModelConfig, ObjectiveConfig
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, EXIT_USAGE
 from loopscope.files import MOST_YAML_BYTES, parse_yaml, read_text, without_nan
 from loopscope.machine import own_version
+from loopscope.show import sentences
 
 if TYPE_CHECKING:
-    from loopscope.auditing.result import AuditResult, Variable
+    from loopscope.results.audit import AuditResult, Variable
 
 SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 PAPER = "https://arxiv.org/abs/2606.24898"
@@ -111,7 +112,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Audited:
+class AuditedTarget:
     """A target with its audit, or with the mistake that kept it from being audited."""
 
     target: str
@@ -130,22 +131,26 @@ class Audited:
         if blind:
             return [self._blind(variable) for variable in blind]
         rule = UNDECIDED if self.result.verdict == "undecided" else BLIND
-        return [Finding(rule, WHOLE, self.result.summary, None, self._place(("model",)))]
+        return [Finding(rule, WHOLE, sentences.summary(self.result), None, self._place(("model",)))]
 
     def _blind(self, variable: Variable) -> Finding:
-        setting, remedy = _setting(variable.flag), variable.remedy
+        remedy = sentences.remedy(variable)
+        assert remedy is not None  # of what is blind there is one
+        text, setting = remedy.text, _setting(remedy.flag)
         keys = [("model", "readout"), ("model",), ("objective",)]
         if setting is not None:
             keys.insert(1, setting.key)
-        if remedy is not None and variable.flag is not None:
-            remedy += f"; for instance {variable.flag if setting is None or self.file is None else setting}"
-        return Finding(BLIND, variable.name, variable.evidence, remedy, self._place(*keys), variable.free_range)
+        if remedy.flag is not None:
+            text += f"; for instance {remedy.flag if setting is None or self.file is None else setting}"
+        return Finding(
+            BLIND, variable.name, sentences.evidence(variable), text, self._place(*keys), variable.free_range
+        )
 
     def _place(self, *keys: tuple[str, ...]) -> Place | None:
         return None if self.file is None else Place(self.file, line_of(self.file, keys))
 
 
-def exit_code(audits: Sequence[Audited]) -> int:
+def exit_code(audits: Sequence[AuditedTarget]) -> int:
     """2 when a target could not be audited, since nothing is known of it; else 1 on any finding, else 0.
 
     A model that is not finite is a finding.
@@ -206,7 +211,7 @@ def _setting(flag: str | None) -> Setting | None:
 # --- lines -----------------------------------------------------------------------------------------------------------
 
 
-def lines(audits: Sequence[Audited]) -> Iterator[str]:
+def lines(audits: Sequence[AuditedTarget]) -> Iterator[str]:
     """A line for every finding with its file and line, as compilers print them, and a count."""
     for one in audits:
         for finding in one.findings():
@@ -215,7 +220,7 @@ def lines(audits: Sequence[Audited]) -> Iterator[str]:
             if finding.remedy is not None:
                 yield f"  remedy: {finding.remedy}"
         if one.result is not None and not one.findings():
-            yield f"{one.target}: {one.result.verdict}: {one.result.summary}"
+            yield f"{one.target}: {one.result.verdict}: {sentences.summary(one.result)}"
     counts = Counter("not audited" if one.result is None else one.result.verdict for one in audits)
     yield f"{len(audits)} targets: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}"
 
@@ -223,7 +228,7 @@ def lines(audits: Sequence[Audited]) -> Iterator[str]:
 # --- SARIF -----------------------------------------------------------------------------------------------------------
 
 
-def sarif(audits: Sequence[Audited]) -> dict[str, Any]:
+def sarif(audits: Sequence[AuditedTarget]) -> dict[str, Any]:
     """One SARIF 2.1.0 log with one run: a result for each finding, a notification for each target that failed."""
     driver = {"name": "loopscope", "version": own_version(), "informationUri": PAPER, "rules": _rules()}
     mistakes = [
@@ -259,7 +264,7 @@ def _rules() -> list[dict[str, Any]]:
     ]
 
 
-def _result(audited: Audited, finding: Finding) -> dict[str, Any]:
+def _result(audited: AuditedTarget, finding: Finding) -> dict[str, Any]:
     location: dict[str, Any] = {"logicalLocations": [{"name": finding.name, "fullyQualifiedName": audited.target}]}
     if finding.place is not None:
         region = {"startLine": finding.place.line}
@@ -277,7 +282,7 @@ def _result(audited: Audited, finding: Finding) -> dict[str, Any]:
 # --- JUnit -----------------------------------------------------------------------------------------------------------
 
 
-def junit(audits: Sequence[Audited]) -> str:
+def junit(audits: Sequence[AuditedTarget]) -> str:
     """A test suite for each target, a test case for each variable of its state; what is blind has failed."""
     root = ElementTree.Element("testsuites", name="loopscope audit")
     for one in audits:
@@ -291,9 +296,9 @@ def junit(audits: Sequence[Audited]) -> str:
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
 
 
-def _suite(root: ElementTree.Element, one: Audited) -> None:
+def _suite(root: ElementTree.Element, one: AuditedTarget) -> None:
     findings = {finding.name: finding for finding in one.findings()}
-    seconds = 0.0 if one.result is None else one.result.cost["seconds"]
+    seconds = 0.0 if one.result is None else one.result.cost.seconds
     suite = ElementTree.SubElement(root, "testsuite", name=one.target, time=f"{seconds:.3f}")
     variables = [] if one.result is None else [variable.name for variable in one.result.variables]
     names = ["audit"] if one.result is None else list(dict.fromkeys([*variables, *findings]))
@@ -309,4 +314,4 @@ def _suite(root: ElementTree.Element, one: Audited) -> None:
             failure = ElementTree.SubElement(case, "failure", type=finding.rule.id, message=finding.rule.short)
             failure.text = finding.message
     if one.result is not None:
-        ElementTree.SubElement(suite, "system-out").text = f"{one.result.verdict}: {one.result.summary}"
+        ElementTree.SubElement(suite, "system-out").text = f"{one.result.verdict}: {sentences.summary(one.result)}"
