@@ -28,6 +28,8 @@ import numpy as np
 import torch
 
 import loopscope as ls
+from loopscope.api.calibration import policy_of
+from loopscope.api.text import tokens_for
 from loopscope.data.stream import answer_batches, evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.inference.decoding import CachedRunner, Runner
@@ -37,8 +39,6 @@ from loopscope.machine import cache_folder
 from loopscope.protocol import Cached
 from loopscope.results.halting import Calibration, Certificate
 from loopscope.targets import Opened, open_target
-from loopscope.verbs.calibration import policy_of
-from loopscope.verbs.text import tokens_for
 from side_by_side import machine, measure
 from trained import trained
 

@@ -83,7 +83,7 @@ def test_every_way_of_starting_one_would_be_seen(code):
 
 # --- cli parses, calls one function, prints --------------------------------------------------------------------------
 
-FUNCTIONS = ("loopscope.verbs.", "loopscope.rows.", "loopscope.studies.", "loopscope.show.", "loopscope.training.plan")
+FUNCTIONS = ("loopscope.api.", "loopscope.rows.", "loopscope.studies.", "loopscope.show.", "loopscope.training.plan")
 """Where the functions under the verbs live."""
 
 
@@ -114,7 +114,7 @@ def test_the_functions_under_the_verbs_are_those_of_the_package(name):
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]
     }
-    assert function.__module__ in homes and function.__module__.startswith("loopscope.verbs.")
+    assert function.__module__ in homes and function.__module__.startswith("loopscope.api.")
 
 
 # --- models are asked by capability ----------------------------------------------------------------------------------

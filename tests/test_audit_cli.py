@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from loopscope.api.remedies import remedied
 from loopscope.cli import main
 from loopscope.cli.audit import parse_supervised
 from loopscope.cli.terminal import progress
 from loopscope.config import Config, ModelConfig
 from loopscope.errors import ConfigError
 from loopscope.show.numbers import sparkline
-from loopscope.verbs.remedies import remedied
 
 QUICK = ["--states", "2", "--prefix", "6", "--tokens", "48", "--loops", "5"]
 TINY = """
@@ -271,7 +271,7 @@ def test_an_interrupted_push_leaves_the_audit_behind(audit, run_folder, monkeypa
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loopscope.verbs.pushes.push", interrupted)
+    monkeypatch.setattr("loopscope.api.audits.push", interrupted)
     code, out, err = audit(str(run_folder), *PUSH)
     assert code == 130 and not out and "interrupted" in err
     assert json.loads((run_folder / "audit.json").read_text())["push"] is None

@@ -22,6 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the one list of public names: type checkers and editors read it as it stands, `_homes` when running
+    from loopscope.api.audits import audit as audit
+    from loopscope.api.audits import push as push
+    from loopscope.api.calibration import calibrate as calibrate
+    from loopscope.api.checks import check as check
+    from loopscope.api.conversion import Converted as Converted
+    from loopscope.api.conversion import convert as convert
+    from loopscope.api.downstream import TaskEvaluation as TaskEvaluation
+    from loopscope.api.downstream import evaluate_tasks as evaluate_tasks
+    from loopscope.api.evaluation import evaluate as evaluate
+    from loopscope.api.generation import Generated as Generated
+    from loopscope.api.generation import generate as generate
+    from loopscope.api.remedies import remedy as remedy
+    from loopscope.api.training import train as train
     from loopscope.auditing.interventions import clamped as clamped
     from loopscope.auditing.watch import watch as watch
     from loopscope.config import Config as Config
@@ -69,19 +82,6 @@ if TYPE_CHECKING:  # the one list of public names: type checkers and editors rea
     from loopscope.targets import Opened as Opened
     from loopscope.targets import load as load
     from loopscope.targets import open as open
-    from loopscope.verbs.audits import audit as audit
-    from loopscope.verbs.calibration import calibrate as calibrate
-    from loopscope.verbs.checks import check as check
-    from loopscope.verbs.conversion import Converted as Converted
-    from loopscope.verbs.conversion import convert as convert
-    from loopscope.verbs.downstream import TaskEvaluation as TaskEvaluation
-    from loopscope.verbs.downstream import evaluate_tasks as evaluate_tasks
-    from loopscope.verbs.evaluation import evaluate as evaluate
-    from loopscope.verbs.generation import Generated as Generated
-    from loopscope.verbs.generation import generate as generate
-    from loopscope.verbs.pushes import push as push
-    from loopscope.verbs.remedies import remedy as remedy
-    from loopscope.verbs.training import train as train
 
 __version__ = "0.1.0"
 

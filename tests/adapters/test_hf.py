@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from loopscope.adapters.foreign import Weights
 from loopscope.adapters.hf import open_folder
+from loopscope.api.audits import text_for
 from loopscope.cli import main
 from loopscope.data import corpora
 from loopscope.data.corpora import Corpus
@@ -21,7 +22,6 @@ from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import LoopscopeError, RunError
 from loopscope.protocol import run_loops
 from loopscope.targets import open_target
-from loopscope.verbs.audits import text_for
 
 QUICK = ["--states", "1", "--prefix", "4", "--tokens", "32", "--loops", "4"]
 INDEX = "model.safetensors.index.json"

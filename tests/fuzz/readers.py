@@ -35,6 +35,8 @@ from report_samples import write_reproduction, write_run
 from samples import sample_calibration, sample_certificate
 
 import loopscope as ls
+from loopscope.api.cards import Card
+from loopscope.api.cards import read_results as read_card_results
 from loopscope.config import Config, DataConfig, TrainingConfig, config_to_dict, load_config
 from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
@@ -77,8 +79,6 @@ from loopscope.targets import open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks
 from loopscope.training.optimizers import Optimizers
-from loopscope.verbs.cards import Card
-from loopscope.verbs.cards import read_results as read_card_results
 
 MODEL = ls.ModelConfig(vocab_size=256, width=8, num_heads=2, num_layers=1, num_loops=2, max_length=8, dropout=0.0)
 STEP = "checkpoints/step-00000003"

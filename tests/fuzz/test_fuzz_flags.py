@@ -87,7 +87,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
         "conversion",
         "downstream",
     ):
-        importlib.import_module(f"loopscope.verbs.{name}")  # what is first imported later would keep a stub for good
+        importlib.import_module(f"loopscope.api.{name}")  # what is first imported later would keep a stub for good
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("LOOPSCOPE_CACHE", str(folder / "cache"))
@@ -98,13 +98,13 @@ def place(tmp_path_factory) -> Iterator[Path]:
         patch.setattr("loopscope.training.session.git_state", lambda folder: None)
         patch.setattr("loopscope.data.corpora.read_builtin", lambda files: LINES)  # seconds of parsing
         patch.setattr("loopscope.training.trainer.Trainer.train", reached)
-        patch.setattr("loopscope.verbs.audits.audit", reached)
-        patch.setattr("loopscope.verbs.remedies.remedy", reached)
-        patch.setattr("loopscope.verbs.checks.check", reached)
-        patch.setattr("loopscope.verbs.calibration.calibrate", reached)
-        patch.setattr("loopscope.verbs.conversion.folder_written_whole", reached)
-        patch.setattr("loopscope.verbs.downstream.evaluate_tasks", reached)
-        patch.setattr("loopscope.verbs.generation.Generation.__iter__", reached)
+        patch.setattr("loopscope.api.audits.audit", reached)
+        patch.setattr("loopscope.api.remedies.remedy", reached)
+        patch.setattr("loopscope.api.checks.check", reached)
+        patch.setattr("loopscope.api.calibration.calibrate", reached)
+        patch.setattr("loopscope.api.conversion.folder_written_whole", reached)
+        patch.setattr("loopscope.api.downstream.evaluate_tasks", reached)
+        patch.setattr("loopscope.api.generation.Generation.__iter__", reached)
         patch.setattr("loopscope.cli.reproduce.run_rows", reached)
         patch.setattr("loopscope.cli.quickstart.run_rows", reached)
         patch.setattr("loopscope.cli.atlas.run_rows", reached)

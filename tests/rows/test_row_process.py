@@ -133,7 +133,7 @@ def test_an_audit_that_fails_ends_a_row_of_a_grid_and_is_told_in_one_of_an_atlas
     def fails(*_, **__):
         raise NotFiniteError("a derivative is not finite")
 
-    monkeypatch.setattr("loopscope.verbs.audits.audit", fails)
+    monkeypatch.setattr("loopscope.api.audits.audit", fails)
     with pytest.raises(NotFiniteError):
         audit_row(spec, run)
     probed = replace(spec, probe=True)

@@ -18,6 +18,7 @@ import torch
 from synthetic import CONFIG, RandomTokens, change, make_trainer, valid
 
 import loopscope as ls
+from loopscope.api.training import copy_weights
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import RunError
 from loopscope.results.run import Logged
@@ -27,7 +28,6 @@ from loopscope.training import checkpoint
 from loopscope.training.scores import evaluate_depths
 from loopscope.training.session import check_resume, checkpoint_path, find_checkpoint
 from loopscope.training.trainer import Trainer
-from loopscope.verbs.training import copy_weights
 
 SCRIPT = Path(__file__).parent / "synthetic.py"
 

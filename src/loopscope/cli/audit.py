@@ -134,8 +134,8 @@ examples:
         """The audit of one target, left beside its run unless --out takes audit.json elsewhere; with its stage."""
         check_word(target)
         check_sources(self.data or ())
+        from loopscope.api.audits import audit
         from loopscope.targets import open_target
-        from loopscope.verbs.audits import audit
 
         opened = open_target(target, seed=self.seed)
         if self.push:
@@ -171,8 +171,8 @@ examples:
 
     def _pushed(self, opened: Opened, result: AuditResult) -> AuditResult:
         """The audit with a push of scale and of every field that it calls blind."""
+        from loopscope.api.audits import push, with_push
         from loopscope.auditing.visibility import FIELDS
-        from loopscope.verbs.pushes import push, with_push
 
         blind = [each.name for each in result.variables if each.verdict == "blind"]
         variables = [name for name in FIELDS if name == "scale" or name in blind]

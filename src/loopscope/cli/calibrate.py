@@ -60,9 +60,9 @@ examples:
         check_word(self.target)
         check_tokenizer(self.tokenizer)
         check_sources(self.data or ())
+        from loopscope.api.calibration import calibrate, keep_calibration, policy_of
         from loopscope.results.record import text_of, write_record
         from loopscope.targets import open_target
-        from loopscope.verbs.calibration import calibrate, keep_calibration, policy_of
 
         with progress(self.target) as advance:
             opened = open_target(self.target, dtype=self.dtype)

@@ -49,8 +49,8 @@ examples:
     def run(self) -> int:
         """Check and print."""
         check_word(self.target)
+        from loopscope.api.checks import check
         from loopscope.results.record import text_of
-        from loopscope.verbs.checks import check
 
         with progress(self.target) as advance:
             checked = check(self.target, self, progress=advance)

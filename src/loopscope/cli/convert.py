@@ -58,7 +58,7 @@ examples:
         if self.setting:
             raise ConfigError.of("setting", self.setting[0], "is for a pickled checkpoint; add --from-pickle")
         check_word(self.target)
-        from loopscope.verbs.conversion import convert
+        from loopscope.api.conversion import convert
 
         converted = convert(self.target, self.out, self, say=say)
         if self.json:

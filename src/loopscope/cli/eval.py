@@ -20,10 +20,10 @@ from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_policy, check_tokenizer, check_word
 
 if TYPE_CHECKING:
+    from loopscope.api.downstream import TaskEvaluation
+    from loopscope.api.evaluation import EvaluationResult
     from loopscope.inference.exit_gap import ExitGap
     from loopscope.results.evaluation import CacheTable, Timing
-    from loopscope.verbs.downstream import TaskEvaluation
-    from loopscope.verbs.evaluation import EvaluationResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ examples:
         if self.tasks is not None:
             return self._run_tasks(self.tasks)
         check_sources(self.data or ())
+        from loopscope.api.evaluation import evaluate
         from loopscope.targets import open_target
-        from loopscope.verbs.evaluation import evaluate
 
         with progress(self.target) as advance:
             result = evaluate(open_target(self.target, dtype=self.dtype), self, say=say, progress=advance)
@@ -121,7 +121,7 @@ examples:
         return EXIT_FINDINGS
 
     def _run_tasks(self, tasks: str) -> int:
-        from loopscope.verbs.downstream import evaluate_tasks
+        from loopscope.api.downstream import evaluate_tasks
 
         with progress(self.target) as advance:
             result = evaluate_tasks(

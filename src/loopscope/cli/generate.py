@@ -18,7 +18,7 @@ from loopscope.options import GenerateOptions
 from loopscope.words import check_policy, check_tokenizer, check_word
 
 if TYPE_CHECKING:
-    from loopscope.verbs.generation import Generation
+    from loopscope.api.generation import Generation
 
 DEPTH_COLOURS = (33, 37, 70, 142, 172, 160)
 """Of a terminal with 256 colours, from blue to red."""
@@ -69,7 +69,7 @@ examples:
         if self.halting is not None:
             check_policy(self.halting, "halting")
         prompts = self._prompts()
-        from loopscope.verbs.generation import Generation
+        from loopscope.api.generation import Generation
 
         generation = Generation(self.target, prompts, self, say=say)
         if self.json:

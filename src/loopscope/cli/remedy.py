@@ -19,7 +19,7 @@ from loopscope.show.table import Column, Table
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
-    from loopscope.verbs.remedies import Remedied
+    from loopscope.api.remedies import Remedied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ examples:
         """Audit and measure, fix, audit and measure again; exit code 1 unless it is fixed and nothing got worse."""
         check_word(self.target)
         check_sources(self.data or ())
-        from loopscope.verbs.remedies import remedy
+        from loopscope.api.remedies import remedy
 
         result = remedy(self.target, self, say=say, watching=watching)
         self._print(result)

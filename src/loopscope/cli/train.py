@@ -20,8 +20,8 @@ from loopscope.presets import PRESETS, preset
 from loopscope.words import check_tokenizer, check_word
 
 if TYPE_CHECKING:
+    from loopscope.api.training import TrainingResult
     from loopscope.targets import Opened
-    from loopscope.verbs.training import TrainingResult
 
 EXIT_OF = {"finished": EXIT_OK, "interrupted": EXIT_INTERRUPTED, "stopped": EXIT_FINDINGS}
 
@@ -84,7 +84,7 @@ examples:
         return EXIT_OF[result.outcome]
 
     def _train(self, config: Config, weights: str | Opened | None) -> TrainingResult:
-        from loopscope.verbs.training import train
+        from loopscope.api.training import train
 
         return train(
             config,
@@ -98,8 +98,8 @@ examples:
 
     def _of_target(self, word: str) -> tuple[Config, Opened | None]:
         """The configuration of a model that is named, and where its weights and tokenizer come from, if it has any."""
+        from loopscope.api.training import target_config
         from loopscope.targets import open_target
-        from loopscope.verbs.training import target_config
 
         if self.init_from is not None:
             raise ConfigError.of("init_from", self.init_from, f"{word} already names what to start from; give one")

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from loopscope.api.calibration import calibrate
+from loopscope.api.text import Say, tokens_for
 from loopscope.data.corpora import Split
 from loopscope.data.stream import evaluation_batches
 from loopscope.files import number as finite
@@ -36,8 +38,6 @@ from loopscope.protocol import LoopedModel, run_loops
 from loopscope.results.halting import CalibratedHalting, Calibration, ExitShare, Gate, GatedLoop, Reads
 from loopscope.results.thresholds import SATURATED_LOGIT
 from loopscope.targets import Opened
-from loopscope.verbs.calibration import calibrate
-from loopscope.verbs.text import Say, tokens_for
 
 RULE, MAX_PPL_INCREASE, CONFIDENCE = "margin", 0.01, 0.95
 SPLIT: Split = "valid"

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from loopscope.api.evaluation import evaluate
+from loopscope.api.text import tokens_for
 from loopscope.data.stream import evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.errors import LoopscopeError, UnsupportedError
@@ -22,8 +24,6 @@ from loopscope.results.evaluation import CacheTable
 from loopscope.rows.probe import Cost, Exit, Moves, Probe
 from loopscope.targets import Opened
 from loopscope.untouched import borrowed, network_of
-from loopscope.verbs.evaluation import evaluate
-from loopscope.verbs.text import tokens_for
 
 EXIT_WINDOWS, CACHE_WINDOWS = 64, 32
 """Windows of text for the exit's gap (half of them fit the maps) and for cache policies: an atlas asks them of every

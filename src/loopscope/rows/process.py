@@ -55,10 +55,10 @@ from loopscope.rows.spec import EXTRA_LOOPS, RowSpec
 from loopscope.runs import RunFolder
 
 if TYPE_CHECKING:
+    from loopscope.api.training import TrainingResult
     from loopscope.data.packing import SplitTokens
     from loopscope.targets import Opened
     from loopscope.training.trainer import Trainer
-    from loopscope.verbs.training import TrainingResult
 
 
 def say(message: str) -> None:
@@ -179,9 +179,9 @@ def _stage(run: RunFolder, record: RowRecord, name: str) -> Iterator[None]:
 
 def train_row(spec: RowSpec, run: RunFolder) -> TrainingResult:
     """As `loopscope.train` does it, in a folder whose lock this process holds."""
+    from loopscope.api.training import train_in
     from loopscope.training.distributed import join
     from loopscope.training.session import set_up
-    from loopscope.verbs.training import train_in
 
     setup = set_up(spec.config.training)
     train = partial(train_in, allow_new_data=True)  # the grid has compared the text; a row may lose its hash
@@ -205,11 +205,11 @@ def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
     """
     import torch
 
+    from loopscope.api.evaluation import score_tokens, throughput
+    from loopscope.api.text import tokens_for
     from loopscope.data.stream import unigram_cross_entropy
     from loopscope.targets import open_target
     from loopscope.training.session import set_up
-    from loopscope.verbs.evaluation import score_tokens, throughput
-    from loopscope.verbs.text import tokens_for
 
     setup, opened = set_up(spec.config.training), open_target(run.path)
     assert opened.tokenizer is not None, "training gave the row its tokenizer"
@@ -237,7 +237,7 @@ def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
 
 def _splits(spec: RowSpec, opened: Opened) -> Iterator[tuple[str, SplitTokens]]:
     """Validation text, and test text: what was asked for, else the corpus's own or held-out test split, if any."""
-    from loopscope.verbs.text import tokens_for
+    from loopscope.api.text import tokens_for
 
     yield "valid", tokens_for(opened, None, say)
     if spec.test_data is not None:
@@ -255,8 +255,8 @@ def audit_row(spec: RowSpec, run: RunFolder) -> dict[str, str]:
     A design that cannot be audited ends a row of a grid; in an atlas it is told, by `trained` and `untrained`, and the
     rest of it is measured.
     """
+    from loopscope.api.audits import audit
     from loopscope.targets import of_config, open_target
-    from loopscope.verbs.audits import audit
 
     opened = open_target(run.path)
     wanted: list[tuple[str, str, Opened]] = []
@@ -280,10 +280,10 @@ def audit_row(spec: RowSpec, run: RunFolder) -> dict[str, str]:
 
 def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
     """halting.json: what a calibrated halting rule saves; a row that cannot tell any more says why."""
+    from loopscope.api.text import tokens_for
     from loopscope.rows.halting import measure_halting
     from loopscope.targets import open_target
     from loopscope.training.checkpoint import list_steps
-    from loopscope.verbs.text import tokens_for
 
     steps, loops = spec.config.training.steps, spec.config.model.num_loops
     checkpoints = list_steps(run.checkpoints)

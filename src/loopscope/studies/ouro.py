@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from loopscope.api.downstream import evaluate_tasks
+from loopscope.api.evaluation import evaluate, throughput
+from loopscope.api.text import Say, corpus_for, tokens_for, with_tokenizer
 from loopscope.auditing.visibility import ALPHAS, alpha_sweep, field_shares, mean_cross_entropy
 from loopscope.data.stream import evaluation_batches
 from loopscope.errors import RunError, UnsupportedError
@@ -47,9 +50,6 @@ from loopscope.results.record import as_json, read_record, write_record
 from loopscope.targets import Opened, open_target
 from loopscope.training.plan import check_logits
 from loopscope.training.session import set_up
-from loopscope.verbs.downstream import evaluate_tasks
-from loopscope.verbs.evaluation import evaluate, throughput
-from loopscope.verbs.text import Say, corpus_for, tokens_for, with_tokenizer
 
 Progress = Callable[[str, float], None]
 Pairs = Sequence[tuple[Tensor, Tensor]]

@@ -12,11 +12,11 @@ from strangers import SOURCE, write_text
 from torch.nn import functional as F
 
 import loopscope as ls
+from loopscope.api.downstream import Likelihoods
 from loopscope.cli import main
 from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig
 from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import ConfigError, RunError, UnsupportedError
-from loopscope.verbs.downstream import Likelihoods
 
 pytest.importorskip("lm_eval")
 

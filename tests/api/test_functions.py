@@ -285,7 +285,7 @@ def test_what_cannot_be_pushed_is_told(run):
 
 
 def test_a_push_and_an_audit_that_disagree_say_so(run):
-    from loopscope.verbs.pushes import with_push
+    from loopscope.api.audits import with_push
 
     audited, pushed = ls.audit(run, options=QUICK), ls.push(run, options=PUSH)
     assert audited.variable("scale").verdict == "blind"

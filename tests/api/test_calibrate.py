@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import loopscope as ls
+from loopscope.api.calibration import calibrate, policy_of, units_of
 from loopscope.cli import main
 from loopscope.data.tasks import Hops
 from loopscope.data.tokenizers import bytes_tokenizer
@@ -21,7 +22,6 @@ from loopscope.inference.halting import parse_halting
 from loopscope.inference.rules import rules_for
 from loopscope.results.record import write_record
 from loopscope.targets import Opened
-from loopscope.verbs.calibration import calibrate, policy_of, units_of
 
 LOOPS = 8
 

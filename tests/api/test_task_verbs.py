@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import loopscope as ls
+from loopscope.api.remedies import remedied
 from loopscope.cli import main
 from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig, config_from_dict
 from loopscope.data.tasks import Hops
@@ -19,7 +20,6 @@ from loopscope.results.evaluation import Accuracy, Answers, Depth, Evaluation, S
 from loopscope.results.record import load_record
 from loopscope.targets import Opened
 from loopscope.training import checkpoint
-from loopscope.verbs.remedies import remedied
 
 QUICK = AuditOptions(states=2, prefix=6, tokens=16, rollout=5)
 

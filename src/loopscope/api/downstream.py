@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from loopscope.api.generation import generate
+from loopscope.api.text import Say, with_tokenizer
 from loopscope.config import MOST_LOOPS
 from loopscope.data.corpora import SEPARATOR
 from loopscope.data.tokenizers import Tokenizer
@@ -27,8 +29,6 @@ from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.protocol import LinearReadout, run_loops
 from loopscope.targets import Opened, open_target
 from loopscope.training.session import set_up
-from loopscope.verbs.generation import generate
-from loopscope.verbs.text import Say, with_tokenizer
 
 BATCH = 16
 """Requests scored at a time."""

@@ -16,12 +16,12 @@ from checkpoints import OURO, VOCABULARY, ouro_tensors, save_folder, save_hrm
 from safetensors.torch import load_file
 
 import loopscope as ls
+from loopscope.api import conversion
 from loopscope.cli import main
 from loopscope.config import Config, DataConfig, ModelConfig, ObjectiveConfig, TrainingConfig
 from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedError
 from loopscope.options import AuditOptions
-from loopscope.verbs import conversion
 
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
 

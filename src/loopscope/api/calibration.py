@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from loopscope.api.text import Say, corpus_for, tokens_for, with_tokenizer
 from loopscope.data.corpora import joined
 from loopscope.data.stream import evaluation_batches
 from loopscope.data.tasks import TaskText
@@ -43,7 +44,6 @@ from loopscope.results.halting import Calibration, Certificate, OnTest, Policy, 
 from loopscope.results.record import read_record, write_record
 from loopscope.results.thresholds import HALVED
 from loopscope.targets import Opened, open_target
-from loopscope.verbs.text import Say, corpus_for, tokens_for, with_tokenizer
 
 OnProgress = Callable[[str, float], None]
 ABOUT = {

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import nn
 
+from loopscope.api.text import Say, with_tokenizer
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError
 from loopscope.inference.cache import CachePolicy
@@ -33,7 +34,6 @@ from loopscope.options import GenerateOptions, chosen
 from loopscope.protocol import Cached
 from loopscope.targets import Opened, check_dtype, open_target
 from loopscope.training.session import set_up
-from loopscope.verbs.text import Say, with_tokenizer
 
 
 @dataclass(frozen=True)

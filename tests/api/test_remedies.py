@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import loopscope as ls
+from loopscope.api.remedies import HELD_SCALE, Measured, judge
 from loopscope.options import AuditOptions
 from loopscope.results.evaluation import Depth, Split
-from loopscope.verbs.remedies import HELD_SCALE, Measured, judge
 
 WIDTH, LOOPS = 16, 3
 HELD = HELD_SCALE * math.sqrt(WIDTH)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loopscope.api.text import Say, other_text_of, tokens_for, with_tokenizer
 from loopscope.auditing.activity import loop_activity
 from loopscope.data.packing import SplitTokens
 from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
@@ -32,7 +33,6 @@ from loopscope.targets import Batch, Opened, open_target
 from loopscope.training.plan import check_logits
 from loopscope.training.scores import evaluate_depths, score_answers, score_batch
 from loopscope.training.session import set_up
-from loopscope.verbs.text import Say, other_text_of, tokens_for, with_tokenizer
 
 BATCH = 16
 """Sequences evaluated at a time."""

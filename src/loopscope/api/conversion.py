@@ -19,6 +19,7 @@ from torch import Tensor
 
 from loopscope.adapters.foreign import CONFIG_FILE, INDEX_FILE, read_json
 from loopscope.adapters.native import MODEL_TYPE, PREFIX, config_of, own_tensors, to_fields
+from loopscope.api.cards import Card, read_results
 from loopscope.config import Config, ModelConfig, ObjectiveConfig
 from loopscope.data.tokenizers import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer
 from loopscope.errors import ConfigError, RunError, UnsupportedError
@@ -32,7 +33,6 @@ from loopscope.runs import RunFolder
 from loopscope.targets import Opened, open_target
 from loopscope.training import checkpoint
 from loopscope.training.session import read_data_record
-from loopscope.verbs.cards import Card, read_results
 from loopscope.words import TOKENIZERS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

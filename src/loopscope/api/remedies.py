@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from loopscope.api.audits import audit
+from loopscope.api.evaluation import evaluate
+from loopscope.api.text import Say, with_tokenizer
+from loopscope.api.training import Watching, target_config, train
 from loopscope.auditing.interventions import clamped
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
 from loopscope.errors import ConfigError, NotFiniteError, RunError
@@ -19,10 +23,6 @@ from loopscope.results.evaluation import Split
 from loopscope.results.record import as_json, write_record
 from loopscope.show import sentences
 from loopscope.targets import Opened, open_target
-from loopscope.verbs.audits import audit
-from loopscope.verbs.evaluation import evaluate
-from loopscope.verbs.text import Say, with_tokenizer
-from loopscope.verbs.training import Watching, target_config, train
 
 Outcome = Literal["fixed", "controlled", "unfinished", "worse", "undecided"]
 EVALUATED_ROWS = 64
