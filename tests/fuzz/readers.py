@@ -41,7 +41,6 @@ from loopscope.config import Config, DataConfig, TrainingConfig, config_to_dict,
 from loopscope.data.corpora import open_corpus
 from loopscope.data.packing import pack
 from loopscope.data.tokenizers import bytes_tokenizer, load_tokenizer, read_tokenizer
-from loopscope.files import write_json
 from loopscope.inference.halting import Halting, parse_halting
 from loopscope.inference.rules import RULES, Probe
 from loopscope.machine import recall, remember
@@ -63,14 +62,13 @@ from loopscope.results.ouro import (
 )
 from loopscope.results.record import encode, read_record, write_record
 from loopscope.rows.ledger import Ledger
-from loopscope.rows.probe import PARTS, has_probe, read_probe
 from loopscope.rows.spec import RowSpec
 from loopscope.runs import RunFolder
 from loopscope.show.atlas import render
 from loopscope.show.formats import line_of
 from loopscope.show.page import build_report
+from loopscope.studies.atlas import collect
 from loopscope.studies.atlas_properties import atlas_tables
-from loopscope.studies.atlas_record import collect
 from loopscope.studies.ouro_tables import ouro_tables
 from loopscope.studies.paper_claims import judge_all
 from loopscope.studies.results import read_results
@@ -282,33 +280,20 @@ def tables_of_text(result: list[str], whole: list[str]) -> bool:
 
 
 def make_atlas(folder: Path) -> None:
-    """An atlas whose rows are gone, and a row with its probe."""
+    """An atlas whose rows are gone."""
     record = sample_atlas()
     names = {design.name for design in record.designs[:2]}
     entries = [entry for entry in record.entries if entry.design in names]
     write_atlas(folder / "atlas", replace(record, designs=record.designs[:2], entries=entries))
-    write_json(folder / "probe.json", next(entry.probe for entry in entries if entry.probe).to_json())
 
 
 def atlas_page(folder: Path) -> str:
     """As `atlas --rebuild` makes it."""
-    record = collect(folder / "atlas", ["paper-rmsnorm", "paper-layernorm"])
-    json.dumps(record.to_json(), allow_nan=False)
+    record = collect(folder / "atlas")
+    encode(record)
     for table in atlas_tables(record):
         table.markdown()
     return render(record)
-
-
-def row_probe(folder: Path) -> tuple[Any, bool]:
-    found = read_probe(folder, {})
-    if found is not None:
-        json.dumps(found.to_json(), allow_nan=False)
-    return found, has_probe(folder, 300)
-
-
-def probed_or_open(result: tuple[Any, bool], whole: tuple[Any, bool]) -> bool:
-    """What counts as done has all its parts."""
-    return not result[1] or all(getattr(result[0], name) or name in result[0].problems for name in PARTS)
 
 
 # --- text and tokens -------------------------------------------------------------------------------------------------
@@ -600,7 +585,6 @@ def _readers() -> Iterable[Reader]:
         yield Reader("claims and tables", f"grid/{file}", make_grid, results, tables_of_text)
     yield Reader("claims and tables", f"grid/rows/{ROW}/config.yaml", make_grid, results, tables_of_text)
     yield Reader("page of an atlas", "atlas/atlas.json", make_atlas, atlas_page, is_a_page)
-    yield Reader("probe of a row", "probe.json", make_atlas, row_probe, probed_or_open)
     for file in ("a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.zst", "a.parquet"):
         yield Reader("text", file, make_texts, documents_of(file), texts)
     for file in ("manifest.json", "tokens-00000.bin", "token-bytes.bin", "byte-exceptions.bin"):

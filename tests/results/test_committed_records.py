@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from loopscope.results.atlas import AtlasRecord
 from loopscope.results.audit import AuditResult
 from loopscope.results.evaluation import Evaluation
 from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import load_record, text_of
+from loopscope.results.reproduction import ClaimsRecord, GridRecord
 from loopscope.results.run import Manifest, RowRecord, decode_line, line_of
+from loopscope.results.scaling import ScalingRecord
 from loopscope.show.sentences import with_sentences
 
 RECORDS = Path(__file__).parents[2] / "records"
@@ -21,6 +24,10 @@ KINDS = {
     "halting.json": CalibratedHalting,
     "manifest.json": Manifest,
     "row.json": RowRecord,
+    "grid.json": GridRecord,
+    "claims.json": ClaimsRecord,
+    "scaling.json": ScalingRecord,
+    "atlas.json": AtlasRecord,
 }
 """Type of a file by its name."""
 

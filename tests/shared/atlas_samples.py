@@ -6,21 +6,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from loopscope.designs import DESIGNS
-from loopscope.files import write_json
-from loopscope.results.audit import Variable, VariableVerdict
-from loopscope.results.evaluation import Accuracy, Answers, CacheTable, Depth, PolicyCost, Split
-from loopscope.rows.probe import Cost, Exit, Mend, Moves, Probe
-from loopscope.studies.atlas_record import (
+from loopscope.machine import provenance
+from loopscope.results.atlas import (
     HOPS,
     NOT_BUILT,
     SETTINGS,
-    Asked,
     AtlasRecord,
+    AtlasRequest,
     Audited,
     Entry,
+    FirstExit,
+    MendedShare,
+    Moves,
+    Probed,
     Setting,
-    described,
+    TokenCost,
 )
+from loopscope.results.audit import Variable, VariableVerdict
+from loopscope.results.evaluation import Accuracy, Answers, CacheTable, Depth, PolicyCost, Split
+from loopscope.results.record import write_record
+from loopscope.studies.atlas import described
 
 PAPER, MODERN, ON_HOPS = SETTINGS
 LOOPS = 4
@@ -55,12 +60,12 @@ def audited(
     )
 
 
-def probe(step: int = 300, fixed: float = 0.9, gap: float = 0.5, safe: bool = True) -> Probe:
+def probe(step: int = 300, fixed: float = 0.9, gap: float = 0.5, safe: bool = True) -> Probed:
     policies = [
         PolicyCost("exact", "prefill and decode", 4096, 1.0, 4.0, 0.0, 0.0),
         PolicyCost("last-loop", "decode", 1024, 0.25, 4.0, 0.001 if safe else 0.4, 0.001),
     ]
-    return Probe(
+    return Probed(
         step=step,
         motion=Moves(
             loops=64,
@@ -73,7 +78,7 @@ def probe(step: int = 300, fixed: float = 0.9, gap: float = 0.5, safe: bool = Tr
             median_cosine=[k / 64 for k in range(1, 65)],
             summary="Over 64 loops 256 tokens are mostly fixed.",
         ),
-        exit_gap=Exit(
+        exit_gap=FirstExit(
             loop=1,
             ce_exit=4.0 + gap,
             ce_full=4.0,
@@ -82,7 +87,7 @@ def probe(step: int = 300, fixed: float = 0.9, gap: float = 0.5, safe: bool = Tr
             gap_high=gap + 0.1,
             verdict="not yet computed",
             summary="The exit after loop 1 costs something.",
-            mends=[Mend(name="temperature", share=0.1, low=0.0, high=0.2)],
+            mends=[MendedShare(name="temperature", share=0.1, low=0.0, high=0.2)],
             notes=[],
         ),
         cache=CacheTable(
@@ -94,7 +99,7 @@ def probe(step: int = 300, fixed: float = 0.9, gap: float = 0.5, safe: bool = Tr
             turning_ratio=0.3,
             scale_ratio=2.0,
         ),
-        cost=Cost(parameters=164_000, flops_per_token=1.38e6, cache_bytes_per_token=4096),
+        cost=TokenCost(parameters=164_000, flops_per_token=1.38e6, cache_bytes_per_token=4096),
     )
 
 
@@ -109,7 +114,8 @@ def entry(design: str, setting: Setting = MODERN, **changes) -> Entry:
     """A finished row in which everything was measured."""
     made = Entry(
         design=design,
-        setting=setting,
+        recipe=setting.recipe,
+        text=setting.text,
         row="-".join(filter(None, (design, "" if setting.recipe == "paper" else "modern", setting.text, "s42"))),
         state="finished",
         seconds=60.0,
@@ -147,9 +153,11 @@ def sample_atlas() -> AtlasRecord:
     }
     entries = [replace(each, **changed.get((each.design, each.setting), {})) for each in entries]
     place = next(n for n, each in enumerate(entries) if (each.design, each.setting) == (names[5], MODERN))
-    entries[place] = Entry.failed(names[5], MODERN, NOT_BUILT, "width = 64: not for this design")
+    entries[place] = Entry(
+        design=names[5], recipe="modern", text="", state=NOT_BUILT, error="width = 64: not for this design"
+    )
     entries.sort(key=lambda each: (names.index(each.design), SETTINGS.index(each.setting)))
-    asked = Asked(
+    asked = AtlasRequest(
         size="demo",
         steps=300,
         hops_steps=1000,
@@ -158,12 +166,13 @@ def sample_atlas() -> AtlasRecord:
         corpus_sha256="0" * 64,
         on_hops={names[0]: "because <b>it</b> is first"},
     )
-    record = AtlasRecord.here(asked, ["loopscope", "atlas"], [described(DESIGNS[name]) for name in names], entries)
-    return replace(record, started="2026-01-01T00:00:00+0000", git=None)
+    made = {**provenance(), "started": "2026-01-01T00:00:00+0000", "git": None}
+    designs = [described(DESIGNS[name]) for name in names]
+    return AtlasRecord(asked=asked, commands=[["loopscope", "atlas"]], designs=designs, entries=entries, **made)
 
 
 def write_atlas(out: Path, record: AtlasRecord | None = None) -> Path:
     """Its folder, without rows: a record that was committed."""
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "atlas.json", (record or sample_atlas()).to_json())
+    write_record(out / "atlas.json", record or sample_atlas())
     return out

@@ -16,23 +16,15 @@ import loopscope as ls
 from loopscope.cli import main
 from loopscope.designs import DESIGNS, Design
 from loopscope.errors import ConfigError, RunError, UnsupportedError
-from loopscope.files import Part, write_json
 from loopscope.model.looped_lm import build
+from loopscope.results.atlas import NOT_BUILT, AtlasRecord
+from loopscope.results.record import as_json, decode, encode, write_record
 from loopscope.results.run import RowRecord
 from loopscope.rows import probing
-from loopscope.rows.ledger import Ledger, is_complete
-from loopscope.rows.probe import PARTS, has_probe
+from loopscope.rows.ledger import Ledger, has_probe, is_complete
 from loopscope.studies import atlas
+from loopscope.studies.atlas import AtlasOptions, collect, note_request, parse_designs, read_atlas
 from loopscope.studies.atlas_properties import PROPERTIES, atlas_tables, cell_of, free_range_and_growth
-from loopscope.studies.atlas_record import (
-    NOT_BUILT,
-    AtlasOptions,
-    AtlasRecord,
-    collect,
-    note_request,
-    parse_designs,
-    read_atlas,
-)
 
 QUIET = lambda text: None  # noqa: E731
 
@@ -174,10 +166,10 @@ def test_what_atlas_json_says_is_what_was_found(tmp_path):
 
 
 def test_what_follows_from_the_rest_is_in_the_file_and_is_not_believed_when_read(tmp_path):
-    content = sample_atlas().to_json()
+    content = as_json(sample_atlas())
     first = content["entries"][0]
     assert first["growth_beyond"] == pytest.approx(1.1**26) and first["beyond"].startswith("Beyond the trained 4")
-    forged = AtlasRecord.from_json(Part({**content, "entries": [{**first, "growth_beyond": 1.0}]}))
+    forged = decode(encode({**content, "entries": [{**first, "growth_beyond": 1.0}]}), AtlasRecord)
     assert forged.entries[0].growth_beyond == pytest.approx(1.1**26)
 
 
@@ -230,7 +222,7 @@ def write_row(out: Path, spec, *, state: str = "finished", audit: str = "per-loo
             error=error,
         ),
     )
-    write_json(folder / "probe.json", probe(step=steps).to_json())
+    write_record(folder / "probe.json", probe(step=steps))
     return folder
 
 
@@ -247,7 +239,7 @@ def test_rows_become_entries_in_the_order_of_the_registry_and_of_the_settings(la
     out, rows = laid
     for name in ("ouro-s42", "ouro-modern-hops-s42", "paper-raw-modern-s42"):
         write_row(out, rows[name])
-    found = collect(out, list(DESIGNS)).entries
+    found = collect(out).entries
     assert [(each.design, each.setting) for each in found] == [
         ("paper-raw", MODERN),
         ("ouro", PAPER),
@@ -262,7 +254,7 @@ def test_a_failed_row_keeps_what_it_measured_and_a_damaged_file_is_told(laid):
     out, rows = laid
     write_row(out, rows["ouro-s42"], state="failed", error="no memory")
     (write_row(out, rows["ouro-modern-s42"]) / "probe.json").write_text("{")
-    failed, damaged = collect(out, list(DESIGNS)).entries
+    failed, damaged = collect(out).entries
     assert failed.error == "no memory" and failed.trained is not None
     assert damaged.probe is None and "not valid JSON" in damaged.problems["probe.json"]
     assert cell("motion", damaged)[0] == "–"
@@ -270,7 +262,7 @@ def test_a_failed_row_keeps_what_it_measured_and_a_damaged_file_is_told(laid):
 
 def test_an_atlas_whose_rows_are_gone_stays_what_it_was(tmp_path):
     write_atlas(tmp_path)
-    assert collect(tmp_path, list(DESIGNS)) == sample_atlas()
+    assert collect(tmp_path) == sample_atlas()
 
 
 def test_a_row_is_not_finished_before_everything_was_probed_or_told(laid):
@@ -278,15 +270,15 @@ def test_a_row_is_not_finished_before_everything_was_probed_or_told(laid):
     spec = rows["ouro-s42"]
     folder = write_row(out, spec)
     assert is_complete(folder, spec) and Ledger(out).status(spec).state == "finished"
-    write_json(folder / "probe.json", replace(probe(step=400), motion=None).to_json())
+    write_record(folder / "probe.json", replace(probe(step=400), motion=None))
     assert not has_probe(folder, 400) and Ledger(out).status(spec).state == "open"
-    write_json(folder / "probe.json", replace(probe(step=400), motion=None, problems={"motion": "it ends"}).to_json())
+    write_record(folder / "probe.json", replace(probe(step=400), motion=None, problems={"motion": "it ends"}))
     assert has_probe(folder, 400) and not has_probe(folder, 399)
     assert is_complete(folder, replace(spec, probe=False))
     (folder / "audit.json").unlink()
     assert not is_complete(folder, spec)
     told = replace(probe(step=400), problems={"trained": "a derivative is not finite"})
-    write_json(folder / "probe.json", told.to_json())
+    write_record(folder / "probe.json", told)
     assert is_complete(folder, spec) and not is_complete(folder, replace(spec, probe=False)), "told, in an atlas alone"
 
 
@@ -321,7 +313,7 @@ def test_what_a_design_does_not_offer_is_told_and_the_rest_is_measured(monkeypat
     found = probing.probe(ls.Opened(model=model, name="x", vocab_size=256, max_length=16, batches=[ids]), QUIET)
     assert found.problems == {"exit_gap": "no exits here", "cache": "a kernel is missing"}
     assert found.motion is not None and found.cost.parameters == sum(w.numel() for w in model.parameters())
-    assert found.cost.cache_bytes_per_token is None and PARTS == ("motion", "exit_gap", "cache", "cost")
+    assert found.cost.cache_bytes_per_token is None
 
 
 # --- for real --------------------------------------------------------------------------------------------------------

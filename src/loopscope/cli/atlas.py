@@ -15,13 +15,14 @@ from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, RunError
+from loopscope.results.record import as_json
 from loopscope.show.table import Table
-from loopscope.studies.atlas_record import AtlasOptions
+from loopscope.studies.atlas import AtlasOptions
 
 if TYPE_CHECKING:
+    from loopscope.results.atlas import AtlasRecord, Setting
     from loopscope.rows.backends import Backend
     from loopscope.rows.spec import Layout
-    from loopscope.studies.atlas_record import AtlasRecord, Setting
 
 IN_TERMINAL = ("untrained", "trained", "growth", "far", "motion", "beyond")
 """Columns that fit a terminal; the page has all."""
@@ -82,7 +83,7 @@ examples:
         if not record.entries:
             raise RunError(f"{self.out} has no row yet; run its command again, without --rebuild")
         if self.json:
-            print_json(**record.to_json())
+            print_json(**as_json(record))
             return EXIT_FINDINGS if failed else EXIT_OK
         print_tables(*(_brief(record, setting) for setting in record.settings()), lines=True)
         print_words("\n".join(_in_words(self.out, record)))

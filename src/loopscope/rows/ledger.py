@@ -12,12 +12,12 @@ from pathlib import Path
 
 from loopscope.config import config_to_dict
 from loopscope.errors import RunError
+from loopscope.results.atlas import PROBE, Probed
 from loopscope.results.audit import AuditResult
 from loopscope.results.evaluation import Evaluation
 from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import read_record, write_record
 from loopscope.results.run import MANIFEST_FILE, ROW_FILE, LoggedStep, Manifest, RowRecord, RowState, last_step
-from loopscope.rows.probe import has_probe, told_problems
 from loopscope.rows.spec import RowSpec, first_difference
 from loopscope.runs import RunFolder
 
@@ -151,6 +151,18 @@ def is_audited(folder: Path, spec: RowSpec) -> bool:
     trained = "trained" in told or has_audit(folder / TRAINED_AUDIT, spec.config.training.steps)
     fresh = not spec.audit_untrained or "untrained" in told or has_audit(folder / UNTRAINED_AUDIT, None)
     return trained and fresh
+
+
+def told_problems(folder: Path) -> dict[str, str]:
+    """Why parts of a row of an atlas are missing."""
+    found = read_record(folder / PROBE, Probed, {})
+    return found.problems if found else {}
+
+
+def has_probe(folder: Path, step: int) -> bool:
+    """Whether there is a probe.json of that step, every part of which is there or told."""
+    found = read_record(folder / PROBE, Probed, {})
+    return found is not None and found.step == step and found.is_whole
 
 
 def has_audit(path: Path, step: int | None) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import islice
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,11 +17,10 @@ from loopscope.api.text import tokens_for
 from loopscope.data.stream import evaluation_batches
 from loopscope.data.tasks import TaskText
 from loopscope.errors import LoopscopeError, UnsupportedError
-from loopscope.files import Part
 from loopscope.inference.motion import measure_motion
 from loopscope.protocol import LoopedModel, run_loops
+from loopscope.results.atlas import FirstExit, MendedShare, Moves, Probed, TokenCost
 from loopscope.results.evaluation import CacheTable
-from loopscope.rows.probe import Cost, Exit, Moves, Probe
 from loopscope.targets import Opened
 from loopscope.untouched import borrowed, network_of
 
@@ -34,7 +33,7 @@ MOVING_ROWS, MOVING_TOKENS = 4, 64
 Say = Callable[[str], None]
 
 
-def probe(opened: Opened, say: Say) -> Probe:
+def probe(opened: Opened, say: Say) -> Probed:
     """Every part that the model offers; one that it does not, or that fails, is a sentence."""
     problems: dict[str, str] = {}
     motion, exit_gap, cache, cost = None, None, None, None
@@ -47,7 +46,7 @@ def probe(opened: Opened, say: Say) -> Probe:
     with _told("cost", problems, say):
         kept = cache.policies[0].bytes_per_token if cache is not None and cache.policies else None
         cost = _cost(opened, kept)
-    return Probe(step=opened.step, motion=motion, exit_gap=exit_gap, cache=cache, cost=cost, problems=problems)
+    return Probed(step=opened.step, motion=motion, exit_gap=exit_gap, cache=cache, cost=cost, problems=problems)
 
 
 @contextmanager
@@ -67,16 +66,18 @@ def _motion(opened: Opened, say: Say) -> Moves:
     length = min(MOVING_TOKENS, opened.sequence_length)
     rows = islice(evaluation_batches(tokens, length, 1, None), MOVING_ROWS)
     found = measure_motion(opened.model, torch.cat([ids_BT for ids_BT, _ in rows if ids_BT.shape[1] == length]))
-    return Part(msgspec.to_builtins(found)).as_a(Moves)
+    return Moves(**{each.name: getattr(found, each.name) for each in fields(Moves)})
 
 
-def _first_exit(opened: Opened, say: Say) -> Exit:
+def _first_exit(opened: Opened, say: Say) -> FirstExit:
     loops = opened.model.num_loops
     if loops < 2:
         raise UnsupportedError("one loop has no exit before it")
     most = EXIT_WINDOWS * opened.sequence_length
-    gaps = evaluate(opened, depths=[1, loops], exit_gap=True, max_tokens=most, say=say).exit_gaps
-    return Exit.from_json(Part(gaps[0].to_json()))
+    (gap,) = evaluate(opened, depths=[1, loops], exit_gap=True, max_tokens=most, say=say).exit_gaps
+    told = {each.name: getattr(gap, each.name) for each in fields(FirstExit)}
+    mends = [MendedShare(name=each.name, share=each.share, low=each.low, high=each.high) for each in gap.mends]
+    return FirstExit(**{**told, "mends": mends, "notes": list(gap.notes)})
 
 
 def _cache(opened: Opened, say: Say) -> CacheTable:
@@ -89,13 +90,13 @@ def _cache(opened: Opened, say: Say) -> CacheTable:
     return table
 
 
-def _cost(opened: Opened, cache_bytes: int | None) -> Cost:
+def _cost(opened: Opened, cache_bytes: int | None) -> TokenCost:
     network = network_of(opened.model)
     parameters = None if network is None else sum(weight.numel() for weight in network.parameters())
     length = opened.sequence_length
     ids_BT = torch.arange(length).remainder(opened.vocab_size)[None]
     flops = counted_flops(opened.model, ids_BT) / length
-    return Cost(parameters=parameters, flops_per_token=flops, cache_bytes_per_token=cache_bytes)
+    return TokenCost(parameters=parameters, flops_per_token=flops, cache_bytes_per_token=cache_bytes)
 
 
 def counted_flops(model: LoopedModel, ids_BT: Tensor) -> int:

@@ -32,8 +32,9 @@ from loopscope.errors import (
     RunError,
     UnsupportedError,
 )
-from loopscope.files import folder_written_whole, write_json
+from loopscope.files import folder_written_whole
 from loopscope.machine import limit_cpu_isa
+from loopscope.results.atlas import PROBE
 from loopscope.results.evaluation import Evaluation
 from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import write_record
@@ -44,13 +45,14 @@ from loopscope.rows.ledger import (
     TRAINED_AUDIT,
     UNTRAINED_AUDIT,
     has_audit,
+    has_probe,
     is_calibrated,
     is_complete,
     is_evaluated,
     is_measured,
     row_record,
+    told_problems,
 )
-from loopscope.rows.probe import AUDITS, PROBE, has_probe, told_problems
 from loopscope.rows.spec import EXTRA_LOOPS, RowSpec
 from loopscope.runs import RunFolder
 
@@ -310,8 +312,8 @@ def probe_row(spec: RowSpec, run: RunFolder, problems: dict[str, str]) -> None:
 
     if not has_probe(run.path, spec.config.training.steps):
         found = probe(open_target(run.path), say)
-        audits = {which: why for which, why in problems.items() if which in AUDITS}
-        write_json(run.path / PROBE, replace(found, problems={**audits, **found.problems}).to_json())
+        audits = {which: why for which, why in problems.items() if which in ("trained", "untrained")}
+        write_record(run.path / PROBE, replace(found, problems={**audits, **found.problems}))
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------

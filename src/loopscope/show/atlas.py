@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from loopscope.designs import DESIGNS
 from loopscope.files import write_atomically
+from loopscope.results.atlas import FAR, AtlasRecord, Audited, Described, Entry, Setting
 from loopscope.results.thresholds import FURTHEST, TENFOLD
 from loopscope.show import sentences
 from loopscope.show.chart import Axis, Chart, Level, Series, Style
 from loopscope.show.numbers import fold, plain, signed, sparkline
 from loopscope.show.page import drawings, framed
 from loopscope.show.table import Column, Table, columns
+from loopscope.studies.atlas import collect
 from loopscope.studies.atlas_properties import (
     PROPERTIES,
     Cell,
@@ -27,7 +28,6 @@ from loopscope.studies.atlas_properties import (
     cell_of,
     free_range_and_growth,
 )
-from loopscope.studies.atlas_record import FAR, AtlasRecord, Audited, Described, Entry, Setting, collect
 
 PAGE = "atlas.html"
 BEYOND = 100.0
@@ -69,7 +69,7 @@ class Evidence:
 
 def publish(out: Path) -> AtlasRecord:
     """Read the rows; write atlas.json, tables, figure and page."""
-    record = collect(out, list(DESIGNS))
+    record = collect(out)
     for table in atlas_tables(record):
         table.write(out / "tables")
     for setting in record.settings():

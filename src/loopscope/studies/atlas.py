@@ -1,6 +1,6 @@
 """The atlas: every published design, trained a little and measured alike, in one output folder.
 
-OUT/atlas.json        what was asked for, and everything that was found (`atlas_record`)
+OUT/atlas.json        what was asked for, and everything that was found (`results.atlas`)
 OUT/tokenizer/        fitted once, on the training text alone, and copied into every row of text
 OUT/rows/NAME/        a run folder, with row.json, eval.json, audit.json, audit-untrained.json, probe.json, log.txt
 OUT/tables/, OUT/figures/, OUT/atlas.html      made from atlas.json
@@ -11,28 +11,44 @@ are those of a grid to ledger, schedule and backends. No torch here: rows are pr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+from loopscope.checks import check_at_least, check_not_negative
 from loopscope.config import Config
 from loopscope.data.preparation import prepare
 from loopscope.designs import DESIGN_SIZE, DESIGNS, Design
-from loopscope.errors import ConfigError, LoopscopeError
+from loopscope.errors import ConfigError, LoopscopeError, RunError, suggest
+from loopscope.machine import provenance
+from loopscope.options import written
 from loopscope.presets import preset
+from loopscope.readings import Run, read_run
+from loopscope.results.atlas import (
+    ATLAS,
+    FAR,
+    HOPS,
+    HOPS_STEPS,
+    NOT_BUILT,
+    PROBE,
+    SEED,
+    SETTINGS,
+    STEPS,
+    AtlasRecord,
+    AtlasRequest,
+    Audited,
+    Described,
+    Entry,
+    Probed,
+    Setting,
+)
+from loopscope.results.audit import AuditResult
+from loopscope.results.record import load_record, read_record, write_record
 from loopscope.rows.conditions import Recipe, apply_recipe
 from loopscope.rows.spec import Layout, RowSpec, Say, in_steps, locked
-from loopscope.studies.atlas_record import (
-    HOPS,
-    NOT_BUILT,
-    Asked,
-    AtlasOptions,
-    AtlasRecord,
-    Entry,
-    Setting,
-    described,
-    note_request,
-)
+from loopscope.show import sentences
 
 EVAL_TOKENS = 16_384
 """Validation and test tokens of each row's scores."""
@@ -47,6 +63,43 @@ ON_HOPS = {
 }
 """Designs that are also trained on pointer chasing, with the reason; chosen before anything was run, at most six,
 because each costs as much as several rows of text."""
+
+
+def parse_designs(text: str) -> tuple[str, ...]:
+    """`huginn,ouro` or `all`, in the order of the registry; a wrong name gets a suggestion."""
+    if text == "all":
+        return tuple(DESIGNS)
+    asked = [name.strip() for name in text.split(",") if name.strip()]
+    if not asked:
+        raise ConfigError.of("designs", text, "names of designs with commas between, or all; see docs/designs.md")
+    for name in asked:
+        if name not in DESIGNS:
+            raise ConfigError.of("designs", name, suggest(name, DESIGNS))
+    return tuple(name for name in DESIGNS if name in asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtlasOptions:
+    """What a user asks for."""
+
+    designs: Annotated[Sequence[str], written(parse_designs, lambda names: "all")] = tuple(DESIGNS)
+    """Designs with commas between; see docs/designs.md for their names."""
+    steps: int = STEPS
+    """Training steps of a row of text."""
+    hops_steps: int = HOPS_STEPS
+    """Training steps of a row of pointer chasing (task:hops), which at most six designs get; 0 leaves it out."""
+    data: tuple[str, ...] | None = None
+    """Training text, as in `loopscope train`; by default the built-in one."""
+    seed: int = SEED
+    """Seed of weights, batches and dropout."""
+    threads: int = 1
+    """CPU threads of a row."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "steps", "threads")
+        check_not_negative(self, "hops_steps")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
 
 
 def bases(request: AtlasOptions) -> dict[Setting, Config]:
@@ -88,7 +141,9 @@ def lay_out(request: AtlasOptions) -> tuple[list[RowSpec], list[Entry]]:
             try:
                 specs.append(_row(DESIGNS[name], setting, base, request.seed))
             except LoopscopeError as error:  # a told cell, not a failed atlas
-                refused.append(Entry.failed(name, setting, NOT_BUILT, str(error)))
+                refused.append(
+                    Entry(design=name, recipe=setting.recipe, text=setting.text, state=NOT_BUILT, error=str(error))
+                )
     return specs, refused
 
 
@@ -112,7 +167,7 @@ def laid_out(request: AtlasOptions, out: Path, command: Sequence[str], say: Say)
     shared = next(iter(bases(request).values()))
     with locked(out):
         prepared = prepare(shared, out / "tokenizer", say)
-        asked = Asked(
+        asked = AtlasRequest(
             size=DESIGN_SIZE,
             steps=request.steps,
             hops_steps=request.hops_steps,
@@ -121,7 +176,117 @@ def laid_out(request: AtlasOptions, out: Path, command: Sequence[str], say: Say)
             corpus_sha256=prepared.corpus.sha256,
             on_hops=ON_HOPS,
         )
-        record = AtlasRecord.here(asked, list(command), [described(DESIGNS[name]) for name in request.designs], refused)
-        note_request(out, record)
+        designs = [described(DESIGNS[name]) for name in request.designs]
+        commands = [list(command)]
+        note_request(out, AtlasRecord(asked=asked, commands=commands, designs=designs, entries=refused, **provenance()))
     hops = f" ({request.hops_steps} on {HOPS})" if any(row.text for row in rows) else ""
     return Layout(out, rows, f"{request.steps} steps{hops}")
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def described(design: Design) -> Described:
+    """A design of the registry."""
+    rest = (inspect.getdoc(design.make) or "").partition("\n")[2].strip()
+    return Described(
+        name=design.name, title=design.title, source=design.source, summary=design.summary.strip(), text=rest
+    )
+
+
+def read_atlas(out: Path) -> AtlasRecord:
+    """atlas.json, whole."""
+    path = out / ATLAS
+    if not path.is_file():
+        raise RunError(f"{out} holds no atlas: it has no {ATLAS}; loopscope atlas --out {out} makes one")
+    try:
+        return load_record(path, AtlasRecord)
+    except RunError as error:
+        raise RunError(f"{error}; move it away and run its command again: finished rows are not run again") from None
+
+
+def note_request(out: Path, asked: AtlasRecord) -> None:
+    """Write atlas.json before any row runs, or add the request to the one that is there; its findings stay."""
+    if (out / ATLAS).exists():
+        before = read_atlas(out)
+        _check_same(out, before.asked, asked.asked)
+        new = [command for command in asked.commands if command not in before.commands]
+        names = {design.name for design in asked.designs}
+        kept = {(entry.design, entry.setting): entry for entry in (*before.entries, *asked.entries)}
+        asked = replace(
+            asked,
+            commands=[*before.commands, *new],
+            designs=[*(design for design in before.designs if design.name not in names), *asked.designs],
+            entries=list(kept.values()),
+            started=before.started or asked.started,
+        )
+    write_record(out / ATLAS, asked)
+
+
+def _check_same(out: Path, before: AtlasRequest, now: AtlasRequest) -> None:
+    for name in ("size", "steps", "hops_steps", "seed", "data", "corpus_sha256"):
+        theirs, ours = getattr(before, name), getattr(now, name)
+        if theirs != ours and not (name == "hops_steps" and not (theirs and ours)):
+            flag = f"--{name.replace('_', '-')}"
+            if name == "corpus_sha256":
+                told = f"was started on text of SHA-256 {theirs}, and --data now has {ours}: restore the text, or"
+                raise RunError(f"{out} {told} choose another --out")
+            raise RunError(f"{out} was started with {flag} {theirs!r}, not {ours!r}; choose another --out")
+
+
+def collect(out: Path) -> AtlasRecord:
+    """atlas.json with what the rows say now; rows that are gone stay as they were told. Written back.
+
+    Designs come in the order of the registry, whatever order they were asked for in.
+    """
+    record = read_atlas(out)
+    entries = {(entry.design, entry.setting): entry for entry in record.entries}
+    for folder in sorted(path.parent for path in (out / "rows").glob("*/row.json")):
+        entry = entry_of(read_run(folder, folder.name), folder)
+        if entry.design and entry.setting in SETTINGS:
+            entries[entry.design, entry.setting] = entry
+    order = list(DESIGNS)
+    designs = sorted(record.designs, key=lambda each: order.index(each.name) if each.name in order else len(order))
+    names = {design.name: n for n, design in enumerate(designs)}
+    listed = [entry for entry in entries.values() if entry.design in names and entry.setting in SETTINGS]
+    listed.sort(key=lambda entry: (names[entry.design], SETTINGS.index(entry.setting)))
+    record = replace(record, designs=designs, entries=listed)
+    write_record(out / ATLAS, record)
+    return record
+
+
+def entry_of(run: Run, folder: Path) -> Entry:
+    """What the files of a row say; what is missing or damaged is a gap."""
+    problems = dict(run.problems)
+    probe = read_record(folder / PROBE, Probed, problems)
+    row = run.row
+    return Entry(
+        design=run.condition,
+        row=folder.name,
+        state=(row.state if row else "") or "",
+        stage=(row.stage if row else "") or "",
+        error=(row.error if row else "") or "",
+        seconds=sum(row.seconds.values()) if row else None,
+        steps=run.steps,
+        num_loops=run.num_loops or None,
+        unigram_ce=run.evaluation.unigram_ce.get("valid") if run.evaluation else None,
+        problems=problems,
+        recipe=run.recipe,
+        text=row.text if row else "",
+        scores=run.splits.get("valid"),
+        untrained=_audited(run.untrained),
+        trained=_audited(run.audit),
+        probe=probe,
+    )
+
+
+def _audited(audit: AuditResult | None) -> Audited | None:
+    if audit is None:
+        return None
+    return Audited(
+        verdict=audit.verdict,
+        summary=sentences.summary(audit),
+        variables=audit.variables,
+        norms=[loop.norm for loop in audit.loops[:FAR]],
+        notes=audit.checks.notes,
+    )

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from loopscope.results.atlas import FAR, AtlasRecord, Audited, Entry, Setting
 from loopscope.results.audit import Variable
 from loopscope.results.thresholds import TENFOLD
 from loopscope.show.numbers import fold, padded
 from loopscope.show.table import Table
-from loopscope.studies.atlas_record import FAR, AtlasRecord, Audited, Entry, Setting
 
 Tone = Literal["good", "bad", "open", ""]
 NOT_MEASURED = "–"
@@ -90,7 +90,7 @@ def _growth(entry: Entry) -> Cell:
     factor = entry.growth_in_training
     if factor is None or entry.untrained is None or entry.trained is None:
         return Cell(NOT_MEASURED)
-    before, after = (audited.norm(entry.num_loops or 0) for audited in (entry.untrained, entry.trained))
+    before, after = (audited.norm(entry.num_loops) for audited in (entry.untrained, entry.trained))
     return Cell(f"×{padded(factor, 3)} ({padded(before, 3)} → {padded(after, 3)})", factor, _growth_tone(entry, factor))
 
 
@@ -117,7 +117,7 @@ def _growth_tone(entry: Entry, factor: float) -> Tone:
 
 def _motion(entry: Entry) -> Cell:
     moves = entry.probe.motion if entry.probe else None
-    if moves is None or moves.commonest is None:
+    if moves is None or not moves.shares:
         return Cell(NOT_MEASURED)
     kinds = sorted(((share, kind) for kind, share in moves.shares.items() if share >= 0.005), reverse=True)
     tone: Tone = "good" if moves.shares.get("fixed", 0.0) >= 0.5 else ""
@@ -135,7 +135,7 @@ def _exit(entry: Entry) -> Cell:
 
 
 def _beyond(entry: Entry) -> Cell:
-    found = entry.beyond
+    found = entry.deeper
     if found is None:
         return Cell(NOT_MEASURED)
     holds = found.deepest if found.worse_from is None else found.worse_from - 1
