@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from loopscope.results.record import read_record
 from loopscope.results.run import DataRecord
 from loopscope.show.numbers import fold
 from loopscope.show.sentences import driven, summary
+from loopscope.show.table import Column, Table, columns, escape_markdown
 
 ESSENTIAL = ("vocab_size", "width", "num_layers", "num_loops", "prelude_layers", "coda_layers", "num_heads", "readout")
 """Fields of the design that a card shows even where they have their usual values."""
@@ -42,7 +42,7 @@ class Card:
         """The whole README.md."""
         sections = [
             _front_matter(),
-            f"# {_inline(self.name)}\n\n{self._opening()}",
+            f"# {escape_markdown(self.name)}\n\n{self._opening()}",
             _loading(self.design.num_loops),
             self._configuration(),
             self._training(),
@@ -50,7 +50,8 @@ class Card:
             "" if self.evaluation is None else _frontier(self.evaluation),
             "" if self.policy is None else _halting(self.policy),
         ]
-        return "\n\n".join(filter(None, sections)) + "\n"
+        text: str = without_nan("\n\n".join(filter(None, sections)) + "\n")  # half of a surrogate pair is no text
+        return text
 
     def _opening(self) -> str:
         design = self.design
@@ -69,9 +70,8 @@ class Card:
             for each in fields(ModelConfig)
             if each.name in ESSENTIAL or getattr(self.design, each.name) != getattr(usual, each.name)
         }
-        return "## Configuration\n\n" + _table(
-            ("field", "value"), ((f"`{name}`", value) for name, value in shown.items())
-        )
+        rows = [[f"`{name}`", json.dumps(value).strip('"')] for name, value in shown.items()]
+        return Table("Configuration", ["field", "value"], rows).markdown().rstrip()
 
     def _training(self) -> str:
         lines = [] if self.step is None else [f"Trained for {self.step:,} steps."]
@@ -86,9 +86,12 @@ class Card:
             )
         if self.text is not None and self.text.corpus:
             digest = self.text.corpus_sha256
-            lines.append(f"Text: {_inline(self.text.corpus)}" + (f", SHA-256 `{_inline(digest)}`." if digest else "."))
+            lines.append(
+                f"Text: {escape_markdown(self.text.corpus)}"
+                + (f", SHA-256 `{escape_markdown(digest)}`." if digest else ".")
+            )
         if self.text is not None and self.text.tokenizer:
-            lines.append(f"Tokenizer: {_inline(self.text.tokenizer)}.")
+            lines.append(f"Tokenizer: {escape_markdown(self.text.tokenizer)}.")
         return "## Training\n\n" + "\n".join(lines) if lines else ""
 
 
@@ -128,7 +131,7 @@ Every verb of [loopscope](https://pypi.org/project/loopscope/) opens it, too: `l
 def _halting(policy: Policy) -> str:
     """The rule, what it promises and what it saves."""
     threshold = "never" if policy.threshold is None else f"{policy.threshold:.4g}"
-    lines = [f"`policy.json`: a token leaves as soon as its {_inline(policy.rule)} reaches {threshold}."]
+    lines = [f"`policy.json`: a token leaves as soon as its {escape_markdown(policy.rule)} reaches {threshold}."]
     if (promise := policy.promise) is not None:
         lines.append(
             f"Certified: at most {promise.max_ppl_increase:.3g} more perplexity with confidence "
@@ -140,20 +143,15 @@ def _halting(policy: Policy) -> str:
 
 
 def _audited(audit: AuditResult) -> str:
-    rows = (
-        (
-            variable.name,
-            variable.verdict,
-            "" if variable.free_range is None else fold(variable.free_range),
-            driven(variable) if variable.driven else "",
-        )
-        for variable in audit.variables
-    )
+    rows: list[list[object]] = []
+    for each in audit.variables:
+        rows.append([each.name, each.verdict, each.free_range, driven(each) if each.driven else None])
+    table = Table("", ["variable", "verdict", Column("free range", fold), "in training"], rows, absent="")
     step = "" if audit.model.step is None else f" at step {audit.model.step:,}"
     return (
-        f"## Audit\n\nVerdict{step}: **{_inline(audit.verdict)}**. {_inline(summary(audit))}\n\n"
+        f"## Audit\n\nVerdict{step}: **{escape_markdown(audit.verdict)}**. {escape_markdown(summary(audit))}\n\n"
         "A free range is how far a variable of the state may grow before the objective notices 1 % of perplexity.\n\n"
-        + _table(("variable", "verdict", "free range", "in training"), rows)
+        + table.markdown(heading=False).rstrip()
     )
 
 
@@ -163,26 +161,8 @@ def _frontier(evaluation: Evaluation) -> str:
 
 
 def _depths(name: str, split: Split, tokenizer: str) -> str:
-    rows = (
-        (depth.k, *(_number(each) for each in (depth.ce, depth.perplexity, depth.bits_per_byte, depth.norm)))
-        for depth in split.depths
-    )
+    rows = [[depth.k, depth.ce, depth.perplexity, depth.bits_per_byte, depth.norm] for depth in split.depths]
+    header = [Column("loops", "d"), *columns(".4g", "CE (nats/token)", "perplexity", "bits per byte", "‖h‖")]
     counted = "" if split.tokens is None else f", {split.tokens:,} tokens"
-    title = f"Text: {_inline(name)}{counted} ({_inline(tokenizer)} tokenizer)."
-    return f"{title}\n\n" + _table(("loops", "CE (nats/token)", "perplexity", "bits per byte", "‖h‖"), rows)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join("| " + " | ".join(_inline(cell) for cell in line) + " |" for line in lines)
-
-
-def _inline(value: object) -> str:
-    """A value in one line of Markdown: results come from files, and must not open a table or a tag of their own."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = without_nan(text)  # half of a surrogate pair could not be written
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    title = f"Text: {escape_markdown(name)}{counted} ({escape_markdown(tokenizer)} tokenizer)."
+    return f"{title}\n\n{Table('', header, rows, absent='').markdown(heading=False).rstrip()}"

@@ -150,9 +150,13 @@ class Table:
             write_atomically(folder / f"{self.name}.{ending}", text)
 
 
+def escape_markdown(text: str) -> str:
+    """Text in one line of Markdown: what comes from a file opens neither a cell nor a tag of its own."""
+    return " ".join(text.splitlines()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
 def _markdown_row(cells: list[str]) -> str:
-    escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
-    return "| " + " | ".join(escaped) + " |"
+    return "| " + " | ".join(map(escape_markdown, cells)) + " |"
 
 
 _LATEX: dict[str, str] = {sign: f"\\{sign}" for sign in "&%$#_{}"}
