@@ -31,7 +31,7 @@ import loopscope as ls
 from loopscope.api.calibration import policy_of
 from loopscope.api.text import tokens_for
 from loopscope.data.stream import answer_batches, evaluation_batches
-from loopscope.data.tasks import TaskText
+from loopscope.data.task import TaskText
 from loopscope.inference.decoding import CachedRunner, Runner
 from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text
 from loopscope.inference.rules import Fixed, Look, Probe

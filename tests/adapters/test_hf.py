@@ -17,7 +17,7 @@ from loopscope.adapters.hf import open_folder
 from loopscope.api.audits import text_for
 from loopscope.cli import main
 from loopscope.data import corpora
-from loopscope.data.corpora import Corpus
+from loopscope.data.corpora import Source
 from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import LoopscopeError, RunError
 from loopscope.protocol import run_loops
@@ -176,7 +176,7 @@ def test_its_audit_is_left_nowhere_unless_asked_for_and_reads_text_with_its_toke
 
 def test_without_other_text_the_built_in_one_is_read(ouro, tmp_path, monkeypatch):
     monkeypatch.setenv("LOOPSCOPE_CACHE", str(tmp_path / "cache"))
-    built_in = Corpus("builtin", {"train": ["nothing"], "valid": ["a built-in text " * 20]}, "0" * 64)
+    built_in = Source("builtin", {"train": ["nothing"], "valid": ["a built-in text " * 20]}, "0" * 64)
     monkeypatch.setattr(corpora, "builtin_corpus", lambda: built_in)
     (ouro / "tokenizer.json").write_text(bytes_tokenizer().definition)
     opened = open_target(ouro)

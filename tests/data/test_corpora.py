@@ -138,12 +138,12 @@ def lines(tmp_path):
 
 def splits(*data: str, valid: tuple[str, ...] | None = None) -> dict[str, list[str]]:
     corpus = open_corpus(DataConfig(data=data, valid=valid))
-    return {split: list(corpus.documents[split]) for split in SPLITS}
+    return {split: list(corpus.documents(split)) for split in SPLITS}
 
 
 def test_the_default_configuration_opens_the_built_in_corpus_as_it_is(corpus):
     opened = open_corpus(DataConfig())
-    assert {split: list(opened.documents[split]) for split in SPLITS} == corpus.documents
+    assert {split: list(opened.documents(split)) for split in SPLITS} == corpus.documents
 
 
 def test_a_file_is_split_by_document_without_loss_or_overlap(lines):
@@ -172,7 +172,7 @@ def test_the_built_in_corpus_as_validation_text_gives_its_validation_split(lines
 
 
 def test_documents_can_be_read_again_and_are_read_from_the_file_each_time(lines):
-    documents = open_corpus(DataConfig(data=(str(lines),))).documents["train"]
+    documents = open_corpus(DataConfig(data=(str(lines),))).documents("train")
     assert list(documents) == list(documents)
     lines.unlink()
     with pytest.raises(DataError, match=r"lines\.txt is no longer there"):

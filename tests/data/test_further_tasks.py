@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopscope.data.tasks import TASKS, Addition, Brackets, Facts, Instance, PHop, Relations
-from loopscope.data.tasks.facts import permutations, world
+from loopscope.data.task import TASKS, Instance
+from loopscope.data.tasks import Addition, Brackets, Facts, PHop, Relations, permutations, world
 from loopscope.errors import DataError
 
 SEEDS = st.integers(0, 2**40)

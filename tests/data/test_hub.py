@@ -36,7 +36,7 @@ def make(tmp_path):
 
 def splits(name: str, **options: object) -> dict[str, list[str]]:
     corpus = open_corpus(DataConfig(data=(name,), **options))
-    return {split: list(corpus.documents[split]) for split in SPLITS}
+    return {split: list(corpus.documents(split)) for split in SPLITS}
 
 
 TRAIN = [f"training document {number}" for number in range(300)]
@@ -69,7 +69,7 @@ def test_streamed_and_prepared_datasets_give_the_same_documents_and_hash(make):
     assert prepared.choices[0].value is False and "already prepared" in prepared.choices[0].reason
     assert prepared.sha256 == streamed.sha256
     for split in SPLITS:
-        assert list(prepared.documents[split]) == list(streamed.documents[split]) == list(streamed.documents[split])
+        assert list(prepared.documents(split)) == list(streamed.documents(split)) == list(streamed.documents(split))
 
 
 def test_the_hash_changes_with_the_files_and_the_field(make):
@@ -105,7 +105,7 @@ def test_a_dataset_without_training_documents_is_refused_as_training_text(make):
 
 def test_a_file_that_vanishes_between_passes_is_one_sentence(make):
     name = make(train=TRAIN)
-    documents = open_corpus(DataConfig(data=(name,))).documents["train"]
+    documents = open_corpus(DataConfig(data=(name,))).documents("train")
     assert list(documents)
     (Path(name.removeprefix("hf:")) / "train.jsonl").unlink()
     with pytest.raises(DataError, match=r"train cannot be read: .*train\.jsonl"):
@@ -122,8 +122,8 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(make, monk
 def test_a_number_behind_the_configuration_reads_only_so_many_documents_and_streams_them(make):
     whole = make(train=TRAIN)
     corpus = open_corpus(DataConfig(data=(f"{whole}::40",)))
-    read = [document for split in SPLITS for document in corpus.documents[split]]
-    assert sorted(read) == sorted(TRAIN[:40]) and corpus.documents["valid"]
+    read = [document for split in SPLITS for document in corpus.documents(split)]
+    assert sorted(read) == sorted(TRAIN[:40]) and list(corpus.documents("valid"))
     (streaming,) = corpus.choices
     assert streaming.value is True and "first 40 documents" in streaming.reason
     hashes = {open_corpus(DataConfig(data=(f"{whole}{part}",))).sha256 for part in ("", "::40", "::41")}

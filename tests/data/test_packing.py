@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopscope.data import packing
-from loopscope.data.corpora import Corpus, joined
+from loopscope.data.corpora import Corpus, Shelf, joined
 from loopscope.data.packing import PackedTokens, pack
 from loopscope.data.tokenizers import Tokenizer, bytes_tokenizer, fit_tokenizer
 from loopscope.errors import DataError
@@ -33,7 +33,7 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTES, BPE, WORD], ids=lambda
 
 
 def corpus_of(documents: list[str], sha256: str = "0" * 64) -> Corpus:
-    return Corpus("a corpus", {"train": documents, "valid": []}, sha256)
+    return Corpus("a corpus", {"train": [Shelf(documents)]}, sha256)
 
 
 def packed_in(folder: Path, tokenizer: Tokenizer = BYTES, documents: list[str] = DOCUMENTS) -> PackedTokens:
@@ -105,7 +105,7 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path):
 
 def test_text_is_tokenized_once_and_found_again(tmp_path):
     first = packed_in(tmp_path)
-    again = pack(Corpus("unread", {"train": _unreadable()}, "0" * 64), "train", BYTES, cache=tmp_path)
+    again = pack(Corpus("unread", {"train": [Shelf(_unreadable())]}, "0" * 64), "train", BYTES, cache=tmp_path)
     assert again.folder == first.folder and again[:].tolist() == first[:].tolist()
 
 
@@ -115,7 +115,7 @@ def _unreadable():
 
 
 def test_another_corpus_split_or_tokenizer_is_packed_anew(tmp_path):
-    corpus = Corpus("a corpus", {"train": DOCUMENTS, "valid": DOCUMENTS}, "0" * 64)
+    corpus = Corpus("a corpus", {"train": [Shelf(DOCUMENTS)], "valid": [Shelf(DOCUMENTS)]}, "0" * 64)
     folders = {
         pack(corpus, "train", BYTES, cache=tmp_path).folder,
         pack(corpus, "valid", BYTES, cache=tmp_path).folder,
@@ -214,7 +214,7 @@ def test_an_error_in_the_documents_leaves_nothing(tmp_path, monkeypatch):
         raise DataError("the file is gone")
 
     with pytest.raises(DataError, match="the file is gone"):
-        pack(Corpus("a corpus", {"train": documents()}, ""), "train", BYTES, cache=tmp_path)
+        pack(Corpus("a corpus", {"train": [Shelf(documents())]}, ""), "train", BYTES, cache=tmp_path)
     assert left_in(tmp_path) == [".lock"]
 
 
@@ -227,7 +227,7 @@ def test_a_split_without_documents_is_refused(tmp_path):
 SLOW = """
 import sys, time
 from pathlib import Path
-from loopscope.data.corpora import Corpus, Documents
+from loopscope.data.corpora import Corpus, Documents, Shelf
 from loopscope.data import packing
 from loopscope.data.tokenizers import bytes_tokenizer
 
@@ -241,7 +241,8 @@ def documents():
         yield f"document {number}"
         time.sleep(0.01)
 
-packed = packing.pack(Corpus("slow", {"train": Documents(documents)}, "0"), "train", bytes_tokenizer(), cache=folder)
+corpus = Corpus("slow", {"train": [Shelf(Documents(documents))]}, "0")
+packed = packing.pack(corpus, "train", bytes_tokenizer(), cache=folder)
 print(packed.num_documents, len(packed), packed[:].sum())
 """
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from loopscope.data.corpora import Corpus
+from loopscope.data.corpora import Corpus, Shelf
+from loopscope.data.packing import pack
 from loopscope.data.stream import (
     TrainingStream,
     covered_bytes,
     evaluation_batches,
-    pack,
     permuted,
     unigram_cross_entropy,
 )
@@ -168,14 +168,14 @@ TEXT = ["The naïve river runs to the sea.", "zebra 漢字 and the river"] * 3
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "word"])
 def test_covered_bytes_are_those_of_the_targets(kind, max_tokens, tmp_path):
     tokenizer = fit_tokenizer(kind, TEXT, 300)
-    packed = pack(Corpus("text", {"valid": TEXT}, kind), "valid", tokenizer, cache=tmp_path)
+    packed = pack(Corpus("text", {"valid": [Shelf(TEXT)]}, kind), "valid", tokenizer, cache=tmp_path)
     ((_, bytes_N),) = tokenizer.encode_counted(["\n\n".join(TEXT)])
     targets = len(bytes_N) - 1 if max_tokens is None else min(len(bytes_N) - 1, max_tokens)
     assert covered_bytes(packed, max_tokens) == bytes_N[1 : 1 + targets].sum()
 
 
 def test_a_uniform_model_of_bytes_needs_eight_bits_per_byte(tmp_path):
-    packed = pack(Corpus("text", {"valid": TEXT}, ""), "valid", bytes_tokenizer(), cache=tmp_path)
+    packed = pack(Corpus("text", {"valid": [Shelf(TEXT)]}, ""), "valid", bytes_tokenizer(), cache=tmp_path)
     nats = 0.0
     for ids_BT, targets_BT in evaluation_batches(packed, 16, 3):
         logits_NV = torch.zeros(ids_BT.numel(), 256)

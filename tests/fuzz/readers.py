@@ -317,7 +317,7 @@ def make_texts(folder: Path) -> None:
 def documents_of(name: str) -> Read:
     def read(folder: Path) -> list[str]:
         corpus = open_corpus(DataConfig(data=(str(folder / name),), valid=(str(folder / name),)))
-        return list(corpus.documents["train"])
+        return list(corpus.documents("train"))
 
     return read
 

@@ -22,7 +22,7 @@ from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import ModelConfig
 from loopscope.data.preparation import prepare
 from loopscope.data.stream import Tokens, evaluation_batches, training_stream
-from loopscope.data.tasks import TaskText
+from loopscope.data.task import TaskText
 from loopscope.errors import ConfigError, UnsupportedError, suggest
 from loopscope.inference.motion import measure_motion
 from loopscope.model.looped_lm import build

@@ -19,7 +19,7 @@ import torch
 from loopscope.api.text import Say, corpus_for, tokens_for, with_tokenizer
 from loopscope.data.corpora import joined
 from loopscope.data.stream import evaluation_batches
-from loopscope.data.tasks import TaskText
+from loopscope.data.task import TaskText
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError, DataError
 from loopscope.inference.calibration import CLIP, failures_allowed, hoeffding_bentkus_p_value, units_needed

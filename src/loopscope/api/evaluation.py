@@ -17,7 +17,7 @@ from loopscope.api.text import Say, other_text_of, tokens_for, with_tokenizer
 from loopscope.auditing.activity import loop_activity
 from loopscope.data.packing import SplitTokens
 from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
-from loopscope.data.tasks import TaskText
+from loopscope.data.task import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
 from loopscope.inference.costs import DECODE, Way, policy_costs, time_depths
 from loopscope.inference.decoding import Limits, decode

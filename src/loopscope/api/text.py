@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from loopscope.data.corpora import Corpus, Split, open_corpus
 from loopscope.data.packing import SplitTokens
-from loopscope.data.preparation import evaluation_corpus, evaluation_tokens, pack_split
+from loopscope.data.preparation import evaluation_corpus, pack_split
 from loopscope.data.tokenizers import fit_tokenizer
 from loopscope.errors import ConfigError, DataError
 from loopscope.targets import Opened
@@ -34,10 +34,8 @@ def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Spli
             f"{opened.name} has no tokenizer.json or other tokenizer to read text (--data) with; name one with "
             "--tokenizer, or return loopscope.Opened with one from the factory"
         )
-    if data is not None:
-        return evaluation_tokens(tuple(data), opened.data.text_field, opened.tokenizer, say)
-    tokens = pack_split(corpus_for(opened, None), split, opened.tokenizer, say)
-    if (before := other_text_of(opened, tokens)) is not None:
+    tokens = pack_split(corpus_for(opened, data), "valid" if data is not None else split, opened.tokenizer, say)
+    if data is None and (before := other_text_of(opened, tokens)) is not None:
         say(
             f"{opened.name} was trained on text of SHA-256 {before}, and its sources (training and validation) now "
             f"have {tokens.corpus_sha256}: what follows is about what they hold now"

@@ -15,16 +15,17 @@ import sysconfig
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
 from loopscope.config import DataConfig
-from loopscope.data.files import TextFile, find_files
+from loopscope.data.files import find_files
 from loopscope.data.hub import open_dataset
-from loopscope.data.tasks import Task, is_task, open_task
+from loopscope.data.task import Task
+from loopscope.data.tasks import is_task, open_task
 from loopscope.errors import ConfigError, DataError
 from loopscope.machine import memory_of, recall, remember
 from loopscope.results.record import Choice
@@ -62,10 +63,10 @@ class Documents:
 class Shelf:
     """The documents of one source in one split, and what they are to articles."""
 
-    documents: Documents
-    of_lines: bool
+    documents: Iterable[str]
+    of_lines: bool = False
     """Whether a document is a line of a text file, and so only a part of whatever it belongs to."""
-    is_scattered: bool
+    is_scattered: bool = False
     """Whether the split was held out document by document: those that stand side by side were no neighbours."""
 
     def articles(self) -> Iterator[list[str]] | None:
@@ -93,29 +94,66 @@ def _headed(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Documents by split, and the hash of them all. Documents do not end in white space and are not empty."""
+class Source:
+    """What one word of `data` names: documents, in the splits that it has itself."""
 
     name: str
     documents: Mapping[Split, Iterable[str]]
     sha256: str
     choices: tuple[Choice, ...] = ()
     """Automatic choices that were made to open it."""
+    of_lines: bool = False
+    """Whether its documents are lines of text files."""
+
+    def shelf(self, split: Split, *, hold_out: bool) -> Shelf:
+        """Its documents of a split; where `hold_out`, splits that it lacks are taken out of its training documents."""
+        own = self.documents
+        is_whole = not hold_out or (split in own if split != "train" else set(SPLITS) <= set(own))
+        return Shelf(Documents(partial(self._of_split, split, hold_out)), self.of_lines, not is_whole)
+
+    def _of_split(self, split: Split, hold_out: bool) -> Iterator[str]:
+        own = self.documents
+        if split == "train" and "train" not in own:
+            raise DataError(f"{self.name} has no train split; it has {', '.join(own)}")
+        if not hold_out or (split in own and split != "train"):
+            yield from own.get(split, ())
+            return
+        for document in own.get("train", ()):
+            chosen = _split_of(document)
+            if (chosen if chosen not in own else "train") == split:
+                yield document
+
+    def as_validation(self) -> Shelf:
+        """All that a source named by `valid` is meant to give: its validation split, else everything."""
+        own = self.documents
+        read = Documents(lambda: iter(own.get("valid") or own.get("train") or own["test"]))
+        return Shelf(read, self.of_lines)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The documents of some sources by split, and the hash of them all; or a task.
+
+    Documents do not end in white space and are not empty.
+    """
+
+    name: str
+    shelves: Mapping[Split, Sequence[Shelf]]
+    """The documents source by source."""
+    sha256: str
+    choices: tuple[Choice, ...] = ()
     task: Task | None = None
     """What generates it, instead of documents."""
-    of_lines: bool = False
-    """Whether its documents are lines of text files; of one source."""
-    shelves: Mapping[Split, Sequence[Shelf]] = field(default_factory=dict)
-    """The same documents source by source; of a corpus that was opened."""
+
+    def documents(self, split: Split) -> Documents:
+        """The documents of a split."""
+        shelves = self.shelves.get(split, ())
+        return Documents(lambda: chain.from_iterable(shelf.documents for shelf in shelves))
 
     def articles(self, split: Split) -> Iterator[list[str]] | None:
         """The documents of each article of a split, in order; None where some source does not tell its articles."""
         found = [shelf.articles() for shelf in self.shelves[split]]
         return None if None in found else chain.from_iterable(each for each in found if each is not None)
-
-    def text(self, split: Split) -> str:
-        """The documents of a split, joined with a blank line."""
-        return SEPARATOR.join(self.documents[split])
 
 
 def joined(documents: Iterable[str]) -> Iterator[str]:
@@ -158,14 +196,13 @@ def open_corpus(config: DataConfig) -> Corpus:
     sources = [_source(name, config.text_field) for name in config.data]
     others = [_source(name, config.text_field) for name in config.valid or ()]
     hold_out = config.valid is None
-    shelves = {split: [_shelf(source, split, hold_out) for source in sources] for split in SPLITS}
+    shelves = {split: [source.shelf(split, hold_out=hold_out) for source in sources] for split in SPLITS}
     if not hold_out:
-        shelves["valid"] = [Shelf(Documents(partial(_validation, other)), other.of_lines, False) for other in others]
-    documents = {split: Documents(partial(_chained, shelves[split])) for split in SPLITS}
+        shelves["valid"] = [other.as_validation() for other in others]
     hashes = [[source.sha256 for source in group] for group in (sources, others)]
     digest = hashlib.sha256(json.dumps([hashes, hold_out]).encode()).hexdigest()
     choices = tuple(choice for source in (*sources, *others) for choice in source.choices)
-    return Corpus(" + ".join(config.data), documents, digest, choices, shelves=shelves)
+    return Corpus(" + ".join(config.data), shelves, digest, choices)
 
 
 def _task_corpus(config: DataConfig) -> Corpus:
@@ -180,7 +217,7 @@ def _task_corpus(config: DataConfig) -> Corpus:
     return Corpus(task.word, {}, task.sha256, task=task)
 
 
-def builtin_corpus() -> Corpus:
+def builtin_corpus() -> Source:
     """Help topics and standard-library docstrings, cleaned, deduplicated, and split by document.
 
     A document's split follows from its own hash, so it does not move when others come or go. Parsing the standard
@@ -196,70 +233,27 @@ def builtin_corpus() -> Corpus:
     by_split: dict[Split, list[str]] = {"train": [], "valid": [], "test": []}
     for document in documents:
         by_split[_split_of(document)].append(document)
-    return Corpus("builtin", by_split, _digest(documents))
+    return Source("builtin", by_split, _digest(documents))
 
 
-def _source(name: str, text_field: str) -> Corpus:
-    """One source as a corpus of the splits it has itself."""
+def _source(name: str, text_field: str) -> Source:
+    """The source of a name: the built-in corpus, a dataset, or files."""
     if name == "builtin":
         return builtin_corpus()
     if name.startswith("hf:"):
-        return _hub_corpus(name, text_field)
+        dataset = open_dataset(name, text_field)
+        own = {split: theirs for split, theirs in HUB_SPLITS.items() if theirs in dataset.splits}
+        if not own:
+            has = ", ".join(dataset.splits)
+            raise DataError(f"{name} has none of the splits train, validation and test; it has {has}")
+        documents = {split: Documents(partial(dataset.documents, theirs)) for split, theirs in own.items()}
+        return Source(name, documents, dataset.sha256, (dataset.streaming,))
     files = find_files(name, text_field)
     contents = [[file.kind, file.compression, file.text_field, file.sha256] for file in files]
     digest = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
     of_lines = any(file.kind == ".txt" for file in files)
-    return Corpus(name, {"train": Documents(partial(_read_files, files))}, digest, of_lines=of_lines)
-
-
-def _hub_corpus(name: str, text_field: str) -> Corpus:
-    dataset = open_dataset(name, text_field)
-    own = {split: theirs for split, theirs in HUB_SPLITS.items() if theirs in dataset.splits}
-    if not own:
-        raise DataError(f"{name} has none of the splits train, validation and test; it has {', '.join(dataset.splits)}")
-    documents = {split: Documents(partial(dataset.documents, theirs)) for split, theirs in own.items()}
-    return Corpus(name, documents, dataset.sha256, (dataset.streaming,))
-
-
-def _read_files(files: list[TextFile]) -> Iterator[str]:
-    for file in files:
-        yield from file.documents()
-
-
-def _shelf(source: Corpus, split: Split, hold_out: bool) -> Shelf:
-    own = source.documents
-    is_whole = not hold_out or (split in own if split != "train" else set(SPLITS) <= set(own))
-    return Shelf(Documents(partial(_of_split, source, split, hold_out)), source.of_lines, not is_whole)
-
-
-def _chained(shelves: Sequence[Shelf]) -> Iterator[str]:
-    return chain.from_iterable(shelf.documents for shelf in shelves)
-
-
-def _of_split(source: Corpus, split: Split, hold_out: bool) -> Iterator[str]:
-    if split == "train" and "train" not in source.documents:
-        raise DataError(f"{source.name} has no train split; it has {', '.join(source.documents)}")
-    if not hold_out:
-        yield from source.documents.get(split, ())
-    else:
-        yield from _with_held_out(source.documents, split)
-
-
-def _with_held_out(own: Mapping[Split, Iterable[str]], split: Split) -> Iterator[str]:
-    """The documents of a split where the splits a source lacks are taken out of its training documents."""
-    if split in own and split != "train":
-        yield from own[split]
-        return
-    for document in own.get("train", ()):
-        chosen = _split_of(document)
-        if (chosen if chosen not in own else "train") == split:
-            yield document
-
-
-def _validation(source: Corpus) -> Iterator[str]:
-    """All that a source named by `valid` is meant to give: its validation split, else everything."""
-    own = source.documents
-    yield from own.get("valid") or own.get("train") or own["test"]
+    everything = Documents(lambda: chain.from_iterable(file.documents() for file in files))
+    return Source(name, {"train": everything}, digest, of_lines=of_lines)
 
 
 def _library_files() -> Iterator[Path]:

@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from loopscope.data.corpora import Corpus, Split, joined
-from loopscope.data.tasks import TaskText
+from loopscope.data.task import TaskText
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import DataError, RunError
 from loopscope.files import open_file, sync_folder
@@ -227,7 +227,7 @@ def _write(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_
     with _Writer(folder, tokenizer.vocab_size) as writer:
 
         def counted() -> Iterator[str]:
-            for document in corpus.documents[split]:
+            for document in corpus.documents(split):
                 writer.documents += 1
                 yield document
 

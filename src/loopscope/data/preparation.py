@@ -10,7 +10,7 @@ from pathlib import Path
 from loopscope.config import Config, DataConfig
 from loopscope.data.corpora import Corpus, Split, open_corpus
 from loopscope.data.packing import SplitTokens, pack
-from loopscope.data.tasks import TaskText
+from loopscope.data.task import TaskText
 from loopscope.data.tokenizers import MANIFEST_FILE, Tokenizer, check_vocabulary, fit_tokenizer, load_tokenizer
 from loopscope.errors import DataError
 from loopscope.results.run import DataRecord, SplitSizes
@@ -77,13 +77,8 @@ def symbol_ids(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, int]:
     return {symbol: tokens[0] for symbol, tokens in ids.items()}
 
 
-def evaluation_tokens(sources: tuple[str, ...], text_field: str, tokenizer: Tokenizer, say: Say) -> SplitTokens:
-    """Other text, all of it, in a run's tokens; of a task its validation split, which no training reads."""
-    return pack_split(evaluation_corpus(sources, text_field), "valid", tokenizer, say)
-
-
 def evaluation_corpus(sources: tuple[str, ...], text_field: str) -> Corpus:
-    """Other text as a corpus whose validation split is all of it."""
+    """Other text as a corpus whose validation split is all of it; of a task its own, which no training reads."""
     return open_corpus(DataConfig(data=sources, valid=sources, text_field=text_field))
 
 
@@ -99,6 +94,6 @@ def _tokenizer(config: Config, corpus: Corpus, folder: Path, say: Say) -> Tokeni
         name = "bytes"
     if name in ("bpe", "word"):
         say(f"training the {name} tokenizer on the training split")
-    tokenizer = fit_tokenizer(name, corpus.documents.get("train", ()), vocab_size)
+    tokenizer = fit_tokenizer(name, corpus.documents("train"), vocab_size)
     tokenizer.save(folder)
     return tokenizer

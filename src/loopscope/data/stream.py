@@ -17,27 +17,10 @@ import torch
 from torch import Tensor
 
 from loopscope.config import DataConfig
-from loopscope.data.packing import READ_TOKENS, PackedTokens, SplitTokens, pack
-from loopscope.data.tasks import HELD_OUT_INSTANCES, Rows, TaskText
+from loopscope.data.packing import READ_TOKENS, SplitTokens
+from loopscope.data.task import HELD_OUT_INSTANCES, Rows, TaskText
 from loopscope.errors import ConfigError, DataError
-from loopscope.machine import cache_folder
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
-
-__all__ = [
-    "PackedTokens",
-    "SplitTokens",
-    "TaskStream",
-    "Tokens",
-    "TrainingStream",
-    "answer_batches",
-    "cache_folder",
-    "covered_bytes",
-    "evaluation_batches",
-    "pack",
-    "permuted",
-    "training_stream",
-    "unigram_cross_entropy",
-]
 
 ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15

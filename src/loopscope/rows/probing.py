@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from loopscope.api.evaluation import evaluate
 from loopscope.api.text import tokens_for
 from loopscope.data.stream import evaluation_batches
-from loopscope.data.tasks import TaskText
+from loopscope.data.task import TaskText
 from loopscope.errors import LoopscopeError, UnsupportedError
 from loopscope.inference.motion import measure_motion
 from loopscope.protocol import LoopedModel, run_loops
