@@ -34,6 +34,8 @@ MOST_CONFIG_BYTES = 64 << 20
 """Largest config.json or index that is read; the index of a model of 600 billion parameters has 9 MB."""
 MOST_NAMED = 8
 """Tensors of each kind that a diff names; the names of a wrong prefix would fill a page."""
+BACKPROP_LOOPS = 8
+"""Loops that published training back-propagates through, where config.json does not say (Huginn's)."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Floating-point kinds that weights may be opened in."""
 OWN_DTYPE = "own"
@@ -196,6 +198,17 @@ class Fields:
         if self.get("head_dim") is not None and self.whole("head_dim") != width // num_heads:
             raise self.unsupported("head_dim", f"only hidden_size / num_attention_heads = {width // num_heads} is")
 
+    def check_full_attention(self) -> None:
+        """Refuse layers that do not attend to everything before."""
+        kinds = self.get("layer_types")
+        if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+            raise self.unsupported("layer_types", "only full_attention is")
+
+    def backprop_loops(self) -> int:
+        """Loops that training back-propagates through (the families that come of litgpt)."""
+        name = "mean_backprop_depth"
+        return BACKPROP_LOOPS if self.get(name) is None else self.whole(name)
+
     @contextmanager
     def building(self) -> Iterator[None]:
         """Around what makes a configuration of the fields: a rule of ours that it breaks is told with the file."""
@@ -335,7 +348,54 @@ def tensors_of(network: nn.Module, layout: Layout) -> dict[str, Tensor]:
     return tensors
 
 
-def attention_rows(config: ModelConfig, names: Iterable[str] = ("q", "k", "v")) -> dict[str, Shape]:
+def outside(config: ModelConfig, embedding: str, norm: str) -> Layout:
+    """What nearly every family has around its layers: embedding, the norm that is read through, a head of its own."""
+    table: Layout = {
+        "embedding.weight": {embedding: (config.vocab_size, config.width)},
+        "readout_map.norm.weight": {norm: (config.width,)},
+    }
+    if not config.tie_head:
+        table["unembedding.weight"] = {"lm_head.weight": (config.vocab_size, config.width)}
+    return table
+
+
+def layers(one: Layout, places: Iterable[tuple[str, str]]) -> Layout:
+    """The table of one layer at all places of a layer, ours and theirs."""
+    return {
+        f"{ours}.{name}": {f"{theirs}.{each}": shape for each, shape in parts.items()}
+        for ours, theirs in places
+        for name, parts in one.items()
+    }
+
+
+def llama_layer(config: ModelConfig) -> Layout:
+    """One layer by the names that llama gave its tensors."""
+    width, hidden = config.width, config.mlp_hidden
+    return {
+        "attention_norms.norm.weight": {"input_layernorm.weight": (width,)},
+        "attention.qkv.weight": attention_rows(config, [f"self_attn.{name}_proj.weight" for name in "qkv"]),
+        "attention.out.weight": {"self_attn.o_proj.weight": (width, config.attention_width)},
+        "feed_forward_norms.norm.weight": {"post_attention_layernorm.weight": (width,)},
+        "feed_forward.up.weight": {"mlp.gate_proj.weight": (hidden, width), "mlp.up_proj.weight": (hidden, width)},
+        "feed_forward.out.weight": {"mlp.down_proj.weight": (width, hidden)},
+    }
+
+
+def litgpt_places(config: ModelConfig) -> list[tuple[str, str]]:
+    """Our layers and theirs, in the families that come of litgpt (Huginn, Parcae)."""
+    stacks = (
+        ("prelude", "prelude", config.prelude_layers),
+        ("recurrence.core", "core_block", config.num_layers),
+        ("coda", "coda", config.coda_layers),
+    )
+    return [
+        (f"{ours}.layers.{index}", f"transformer.{theirs}.{index}")
+        for ours, theirs, count in stacks
+        for index in range(count)
+    ]
+
+
+def attention_rows(config: ModelConfig, names: Iterable[str]) -> dict[str, Shape]:
     """Queries, keys and values as three matrices, in the order of our one."""
     rows = (config.attention_width, config.kv_width, config.kv_width)
     return {name: (count, config.width) for name, count in zip(names, rows, strict=True)}

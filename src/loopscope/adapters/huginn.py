@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import math
 
-from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, Shape, randomly_deep
+from loopscope.adapters.foreign import (
+    FieldError,
+    Fields,
+    Foreign,
+    Layout,
+    layers,
+    litgpt_places,
+    outside,
+    randomly_deep,
+)
 from loopscope.config import ModelConfig
 
 EMBEDDING = "transformer.wte.weight"
-PARTS = {"prelude": "prelude", "recurrence.core": "core_block", "coda": "coda"}
-"""Our stacks of layers → theirs; Parcae's files have the same."""
-BACKPROP_LOOPS = 8
-"""Loops that published training back-propagates through, where config.json does not say."""
 
 
 def described(fields: Fields) -> Foreign:
     """The model that config.json describes, without weights."""
     model = design_of(fields)
-    backprop = BACKPROP_LOOPS if fields.get("mean_backprop_depth") is None else fields.whole("mean_backprop_depth")
     return Foreign.of_design(
         model,
-        randomly_deep(model.num_loops, backprop),
+        randomly_deep(model.num_loops, fields.backprop_loops()),
         layout(model),
         embedding=EMBEDDING,
         unused=("freqs_cis",),
@@ -95,25 +99,9 @@ def _initial_values(fields: Fields, width: int) -> tuple[float, float]:
 def layout(config: ModelConfig) -> Layout:
     """Where every tensor of a checkpoint goes."""
     width = config.width
-    table: Layout = {
-        "embedding.weight": {EMBEDDING: (config.vocab_size, width)},
-        "recurrence.injection.project.weight": {"transformer.adapter.weight": (width, 2 * width)},
-        "readout_map.norm.weight": {"transformer.ln_f.weight": (width,)},
-    }
-    if not config.tie_head:
-        table["unembedding.weight"] = {"lm_head.weight": (config.vocab_size, width)}
-    return table | layers(config, _layer(config))
-
-
-def layers(config: ModelConfig, one: dict[str, dict[str, Shape]]) -> Layout:
-    """The table of one layer for all layers of prelude, core and coda."""
-    counts = (config.prelude_layers, config.num_layers, config.coda_layers)
-    return {
-        f"{ours}.layers.{index}.{name}": {f"transformer.{theirs}.{index}.{each}": of for each, of in parts.items()}
-        for (ours, theirs), count in zip(PARTS.items(), counts, strict=True)
-        for index in range(count)
-        for name, parts in one.items()
-    }
+    adapter: Layout = {"recurrence.injection.project.weight": {"transformer.adapter.weight": (width, 2 * width)}}
+    around = outside(config, EMBEDDING, "transformer.ln_f.weight")
+    return around | adapter | layers(_layer(config), litgpt_places(config))
 
 
 def _layer(config: ModelConfig) -> Layout:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loopscope.adapters.foreign import Fields, Foreign, Layout, attention_rows
+from loopscope.adapters.foreign import Fields, Foreign, Layout, layers, llama_layer, outside
 from loopscope.config import Config, ModelConfig
 from loopscope.presets import preset
 
@@ -26,12 +26,7 @@ def described(fields: Fields) -> Foreign:
     """The model that config.json describes, without weights."""
     config = config_of(fields)
     model = config.design("an adapter")
-    return Foreign.of_design(
-        model,
-        config.objective,
-        layout(model),
-        embedding=EMBEDDING,
-    )
+    return Foreign.of_design(model, config.objective, layout(model), embedding=EMBEDDING)
 
 
 def config_of(fields: Fields) -> Config:
@@ -60,35 +55,17 @@ def config_of(fields: Fields) -> Config:
 
 def layout(config: ModelConfig) -> Layout:
     """Where every tensor of a checkpoint goes."""
-    width, vocab_size = config.width, config.vocab_size
-    table: Layout = {
-        "embedding.weight": {EMBEDDING: (vocab_size, width)},
-        "readout_map.norm.weight": {"model.norm.weight": (width,)},
+    width = config.width
+    layer = llama_layer(config) | {
+        "attention_norms.branch_norm.weight": {"input_layernorm_2.weight": (width,)},
+        "feed_forward_norms.branch_norm.weight": {"post_attention_layernorm_2.weight": (width,)},
+    }
+    gate: Layout = {
         "exit_gate.weight": {"model.early_exit_gate.weight": (1, width)},
         "exit_gate.bias": {"model.early_exit_gate.bias": (1,)},
     }
-    if not config.tie_head:
-        table["unembedding.weight"] = {"lm_head.weight": (vocab_size, width)}
-    for index in range(config.num_layers):
-        for ours, theirs in _layer(config).items():
-            stacked = {f"model.layers.{index}.{name}.weight": shape for name, shape in theirs.items()}
-            table[f"recurrence.core.layers.{index}.{ours}.weight"] = stacked
-    return table
-
-
-def _layer(config: ModelConfig) -> Layout:
-    """One layer, all names without `.weight`."""
-    width, hidden = config.width, config.mlp_hidden
-    return {
-        "attention_norms.norm": {"input_layernorm": (width,)},
-        "attention.qkv": attention_rows(config, [f"self_attn.{name}_proj" for name in "qkv"]),
-        "attention.out": {"self_attn.o_proj": (width, config.attention_width)},
-        "attention_norms.branch_norm": {"input_layernorm_2": (width,)},
-        "feed_forward_norms.norm": {"post_attention_layernorm": (width,)},
-        "feed_forward.up": {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width)},
-        "feed_forward.out": {"mlp.down_proj": (width, hidden)},
-        "feed_forward_norms.branch_norm": {"post_attention_layernorm_2": (width,)},
-    }
+    places = [(f"recurrence.core.layers.{index}", f"model.layers.{index}") for index in range(config.num_layers)]
+    return outside(config, EMBEDDING, "model.norm.weight") | gate | layers(layer, places)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -96,9 +73,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.check_plain_transformer()
     if fields.flag("use_sliding_window"):
         raise fields.unsupported("use_sliding_window", "only false is")
-    kinds = fields.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        raise fields.unsupported("layer_types", "only full_attention is")
+    fields.check_full_attention()
     num_heads = fields.whole("num_attention_heads")
     if num_heads % fields.whole("num_key_value_heads"):
         raise fields.unsupported("num_key_value_heads", f"it does not divide num_attention_heads = {num_heads}")

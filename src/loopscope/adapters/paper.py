@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loopscope.adapters.foreign import Fields, Foreign, Layout
+from loopscope.adapters.foreign import Fields, Foreign, Layout, layers
 from loopscope.config import ModelConfig, ObjectiveConfig
 
 MODEL_TYPE = "paper_looped_lm"
@@ -71,21 +71,18 @@ def layout(config: ModelConfig) -> Layout:
     if config.exit_gate:
         table["exit_gate.weight"] = {"exit_gate.weight": (1, width)}
         table["exit_gate.bias"] = {"exit_gate.bias": (1,)}
-    for index in range(config.num_layers):
-        ours, theirs = f"recurrence.core.layers.{index}", f"layers.{index}"
-        for name, parts in _layer(config).items():
-            table[f"{ours}.{name}.weight"] = {f"{theirs}.{part}.weight": shape for part, shape in parts.items()}
-    return table
+    places = [(f"recurrence.core.layers.{index}", f"layers.{index}") for index in range(config.num_layers)]
+    return table | layers(_layer(config), places)
 
 
 def _layer(config: ModelConfig) -> Layout:
-    """One layer, all names without `.weight`; w1 is the gate, w3 what it multiplies."""
+    """One layer: w1 is the gate, w3 what it multiplies."""
     width, hidden = config.width, config.mlp_hidden
     return {
-        "attention_norms.norm": {"attn_norm": (width,)},
-        "attention.qkv": {"attn.qkv": (3 * width, width)},
-        "attention.out": {"attn.out_proj": (width, width)},
-        "feed_forward_norms.norm": {"ffn_norm": (width,)},
-        "feed_forward.up": {"ffn.w1": (hidden, width), "ffn.w3": (hidden, width)},
-        "feed_forward.out": {"ffn.w2": (width, hidden)},
+        "attention_norms.norm.weight": {"attn_norm.weight": (width,)},
+        "attention.qkv.weight": {"attn.qkv.weight": (3 * width, width)},
+        "attention.out.weight": {"attn.out_proj.weight": (width, width)},
+        "feed_forward_norms.norm.weight": {"ffn_norm.weight": (width,)},
+        "feed_forward.up.weight": {"ffn.w1.weight": (hidden, width), "ffn.w3.weight": (hidden, width)},
+        "feed_forward.out.weight": {"ffn.w2.weight": (width, hidden)},
     }

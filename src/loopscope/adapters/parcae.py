@@ -16,11 +16,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, attention_rows, randomly_deep
-from loopscope.adapters.huginn import BACKPROP_LOOPS, EMBEDDING, layers
+from loopscope.adapters.foreign import (
+    FieldError,
+    Fields,
+    Foreign,
+    Layout,
+    attention_rows,
+    layers,
+    litgpt_places,
+    outside,
+    randomly_deep,
+)
 from loopscope.config import ModelConfig
 from loopscope.model.attention import VALUE_GATE_CHANNELS
 
+EMBEDDING = "transformer.wte.weight"
 CLASS_NAME = "ParcaeConfig"
 INJECTIONS = {"diagonal": "diagonal", "linear": "concat", "add": "add"}
 STATES = {"like-init": "noise", "zero": "zeros"}
@@ -28,10 +38,10 @@ STATES = {"like-init": "noise", "zero": "zeros"}
 
 def described(fields: Fields) -> Foreign:
     """The model that config.json describes, without weights."""
-    model, backprop = design_of(fields), _backprop_depth(fields)
+    model = design_of(fields)
     return Foreign.of_design(
         model,
-        randomly_deep(model.num_loops, backprop),
+        randomly_deep(model.num_loops, fields.backprop_loops()),
         layout(model),
         embedding=EMBEDDING,
         unused=("freqs_cis",),
@@ -107,10 +117,6 @@ def _rope_base(fields: Fields) -> float:
     return own.number("rope_base")
 
 
-def _backprop_depth(fields: Fields) -> int:
-    return BACKPROP_LOOPS if fields.get("mean_backprop_depth") is None else fields.whole("mean_backprop_depth")
-
-
 def _check_gates(fields: Fields, model: ModelConfig) -> None:
     """Refuse a shape in which published code puts gates and value embeddings into different layers.
 
@@ -118,7 +124,7 @@ def _check_gates(fields: Fields, model: ModelConfig) -> None:
     `mean_recurrence` times before the coda, up to the depth that is back-propagated. A layer with one of the two alone
     reads neither.
     """
-    last = model.num_layers * _backprop_depth(fields) - 1
+    last = model.num_layers * fields.backprop_loops() - 1
     before_coda = model.prelude_layers + model.num_layers * model.num_loops
     for part, first in (("prelude", 0), ("core", model.prelude_layers), ("coda", before_coda)):
         if model.has_value_embedding(model.first_layer(part)) != ((first - last) % 2 == 0):
@@ -130,16 +136,11 @@ def _check_gates(fields: Fields, model: ModelConfig) -> None:
 def layout(config: ModelConfig) -> Layout:
     """Where every tensor of a checkpoint goes."""
     width = config.width
-    table: Layout = {
-        "embedding.weight": {EMBEDDING: (config.vocab_size, width)},
-        "coda_map.weight": {"transformer.C.weight": (width, width)},
-        "readout_map.norm.weight": {"transformer.ln_f.weight": (width,)},
-    }
+    table = outside(config, EMBEDDING, "transformer.ln_f.weight")
+    table["coda_map.weight"] = {"transformer.C.weight": (width, width)}
     if config.prelude_norm != "none":
         table["prelude_norm.weight"] = {"transformer.ln_prelude.weight": (width,)}
-    if not config.tie_head:
-        table["unembedding.weight"] = {"lm_head.weight": (config.vocab_size, width)}
-    return table | _injection(config) | layers(config, _layer(config)) | _value_embeddings(config)
+    return table | _injection(config) | layers(_layer(config), litgpt_places(config)) | _value_embeddings(config)
 
 
 def _injection(config: ModelConfig) -> Layout:
@@ -170,15 +171,10 @@ def _layer(config: ModelConfig) -> Layout:
 def _value_embeddings(config: ModelConfig) -> Layout:
     """Tables are numbered through all layers, gates are in theirs."""
     table: Layout = {}
-    parts = {"prelude": config.prelude_layers, "core": config.num_layers, "coda": config.coda_layers}
     gate_width = min(VALUE_GATE_CHANNELS, config.width)
-    for part, count in parts.items():
-        for index in range(count):
-            number = config.first_layer(part) + index
-            if not config.has_value_embedding(number):
-                continue
-            ours = f"{'recurrence.core' if part == 'core' else part}.layers.{index}.value_embedding"
-            gate = f"transformer.{'core_block' if part == 'core' else part}.{index}.attn.ve_gate.weight"
-            table[f"{ours}.gate.weight"] = {gate: (config.kv_heads, gate_width)}
-            table[f"{ours}.table.weight"] = {f"value_embeds.{number}.weight": (config.vocab_size, config.kv_width)}
+    for number, (ours, theirs) in enumerate(litgpt_places(config)):
+        if config.has_value_embedding(number):
+            gate, values = f"{theirs}.attn.ve_gate.weight", f"value_embeds.{number}.weight"
+            table[f"{ours}.value_embedding.gate.weight"] = {gate: (config.kv_heads, gate_width)}
+            table[f"{ours}.value_embedding.table.weight"] = {values: (config.vocab_size, config.kv_width)}
     return table

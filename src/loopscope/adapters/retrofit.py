@@ -17,8 +17,17 @@ from typing import Any
 
 import torch
 
-from loopscope.adapters.foreign import Fields, Foreign, Layout, Shape, attention_rows, randomly_deep
-from loopscope.adapters.huginn import BACKPROP_LOOPS
+from loopscope.adapters.foreign import (
+    BACKPROP_LOOPS,
+    Fields,
+    Foreign,
+    Layout,
+    Shape,
+    layers,
+    llama_layer,
+    outside,
+    randomly_deep,
+)
 from loopscope.config import ModelConfig
 from loopscope.errors import ConfigError
 from loopscope.words import Retrofit
@@ -42,7 +51,12 @@ def described(fields: Fields, how: Retrofit) -> Foreign:
         layout(model, parts),
         embedding=EMBEDDING,
         given=given,
-        unused=[f"model.layers.{number}.{name}" for number in how.drop_layers for name in _names(model)],
+        unused=[
+            f"model.layers.{number}.{name}"
+            for number in how.drop_layers
+            for theirs in _layer(model).values()
+            for name in theirs
+        ],
         notes=(_note(parts, how),),
     )
 
@@ -52,9 +66,7 @@ def design_of(fields: Fields, how: Retrofit, parts: dict[str, list[int]]) -> Mod
     fields.check_plain_transformer(own_head_width=True)
     if fields.flag("use_sliding_window") or fields.get("sliding_window") is not None:
         raise fields.unsupported("sliding_window", "only full attention is")
-    kinds = fields.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        raise fields.unsupported("layer_types", "only full_attention is")
+    fields.check_full_attention()
     chosen: dict[str, Any] = {"injection": "concat"} if how.adapter else {}
     heads = fields.whole("num_attention_heads")
     with fields.building():
@@ -84,9 +96,9 @@ def design_of(fields: Fields, how: Retrofit, parts: dict[str, list[int]]) -> Mod
 def _parts(fields: Fields, how: Retrofit) -> dict[str, list[int]]:
     """Their layers in prelude, core and coda, by number."""
     count = fields.whole("num_hidden_layers")
-    for name, layers in (("loop-layers", how.loop_layers), ("drop-layers", how.drop_layers)):
-        if layers and layers[-1] >= count:
-            given = f"{name}={layers[0]}..{layers[-1]}"
+    for name, chosen in (("loop-layers", how.loop_layers), ("drop-layers", how.drop_layers)):
+        if chosen and chosen[-1] >= count:
+            given = f"{name}={chosen[0]}..{chosen[-1]}"
             raise ConfigError(f"{given}: {fields.path} has {count} layers, numbered from 0 to {count - 1}")
     kept = [number for number in range(count) if number not in how.drop_layers]
     first, last = how.loop_layers[0], how.loop_layers[-1]
@@ -99,39 +111,18 @@ def _parts(fields: Fields, how: Retrofit) -> dict[str, list[int]]:
 
 def layout(config: ModelConfig, parts: dict[str, list[int]]) -> Layout:
     """Where every tensor of a checkpoint goes."""
-    table: Layout = {
-        "embedding.weight": {EMBEDDING: (config.vocab_size, config.width)},
-        "readout_map.norm.weight": {"model.norm.weight": (config.width,)},
-    }
-    if not config.tie_head:
-        table["unembedding.weight"] = {"lm_head.weight": (config.vocab_size, config.width)}
-    for part, numbers in parts.items():
-        at = "recurrence.core" if part == "core" else part
-        for index, number in enumerate(numbers):
-            for ours, theirs in _layer(config).items():
-                named = {f"model.layers.{number}.{name}": shape for name, shape in theirs.items()}
-                table[f"{at}.layers.{index}.{ours}"] = named
-    return table
+    places = [
+        (f"{'recurrence.core' if part == 'core' else part}.layers.{index}", f"model.layers.{number}")
+        for part, numbers in parts.items()
+        for index, number in enumerate(numbers)
+    ]
+    return outside(config, EMBEDDING, "model.norm.weight") | layers(_layer(config), places)
 
 
 def _layer(config: ModelConfig) -> Layout:
-    width, hidden = config.width, config.mlp_hidden
-    table: Layout = {
-        "attention_norms.norm.weight": {"input_layernorm.weight": (width,)},
-        "attention.qkv.weight": attention_rows(config, [f"self_attn.{name}_proj.weight" for name in "qkv"]),
-        "attention.out.weight": {"self_attn.o_proj.weight": (width, config.attention_width)},
-        "feed_forward_norms.norm.weight": {"post_attention_layernorm.weight": (width,)},
-        "feed_forward.up.weight": {"mlp.gate_proj.weight": (hidden, width), "mlp.up_proj.weight": (hidden, width)},
-        "feed_forward.out.weight": {"mlp.down_proj.weight": (width, hidden)},
-    }
-    if config.qk_norm:
-        gain: Shape = (config.head_channels,)
-        table |= {f"attention.{one}_norm.weight": {f"self_attn.{one}_norm.weight": gain} for one in "qk"}
-    return table
-
-
-def _names(config: ModelConfig) -> list[str]:
-    return [name for theirs in _layer(config).values() for name in theirs]
+    gain: Shape = (config.head_channels,)
+    gains = {f"attention.{one}_norm.weight": {f"self_attn.{one}_norm.weight": gain} for one in "qk"}
+    return llama_layer(config) | (gains if config.qk_norm else {})
 
 
 def _note(parts: dict[str, list[int]], how: Retrofit) -> str:
