@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,11 @@ class Term(ABC):
         if weight < 0 and not self.may_reward:
             raise ConfigError(f"{type(self).__name__}: weight = {self.weight!r}: must not be negative")
 
+    @classmethod
+    def of(cls, config: ObjectiveConfig) -> Self | None:
+        """The term as a configuration asks for it; None where it does not, or where none can."""
+        return None
+
     @abstractmethod
     def value(self, seen: Pass) -> Tensor:
         """What it adds to the loss, weight included."""
@@ -124,6 +129,10 @@ class NormPenalty(Term):
     weight: float
     name: str = "norm_penalty"
 
+    @classmethod
+    def of(cls, config: ObjectiveConfig) -> Self | None:
+        return cls(config.norm_penalty) if config.norm_penalty > 0 else None
+
     def value(self, seen: Pass) -> Tensor:
         return norm_penalty(seen.states, self.weight)
 
@@ -138,6 +147,10 @@ class ScaleAnchor(Term):
     weight: float
     target: float = 1.0
     name: str = "scale_anchor"
+
+    @classmethod
+    def of(cls, config: ObjectiveConfig) -> Self | None:
+        return cls(config.scale_anchor, config.anchor_scale) if config.scale_anchor > 0 else None
 
     def check(self) -> None:
         """Its target is a scale besides."""
@@ -160,6 +173,10 @@ class ZLoss(Term):
     name: str = "z_loss"
     inside_cross_entropy: ClassVar[bool] = True
 
+    @classmethod
+    def of(cls, config: ObjectiveConfig) -> Self | None:
+        return cls(config.z_loss) if config.z_loss > 0 else None
+
     def value(self, seen: Pass) -> Tensor:
         raise AssertionError("the cross-entropy computes it where the logits are")
 
@@ -174,6 +191,10 @@ class ExitEntropy(Term):
     weight: float
     name: str = "exit_entropy"
 
+    @classmethod
+    def of(cls, config: ObjectiveConfig) -> Self | None:
+        return cls(config.exit_entropy) if config.placement == "gated" else None
+
     def value(self, seen: Pass) -> Tensor:
         return seen.nothing if seen.exits is None else -self.weight * seen.exits.entropy()
 
@@ -185,6 +206,10 @@ class ExitPrior(Term):
     weight: float
     rate: float = 0.2
     name: str = "exit_prior"
+
+    @classmethod
+    def of(cls, config: ObjectiveConfig) -> Self | None:
+        return cls(config.exit_kl, config.exit_rate) if config.exit_kl > 0 else None
 
     def value(self, seen: Pass) -> Tensor:
         return seen.nothing if seen.exits is None else self.weight * seen.exits.divergence(self.rate)
@@ -205,6 +230,10 @@ class JacobianPenalty(Term):
     name: str = "jacobian_penalty"
     STEP: ClassVar[float] = 0.01
     replaces_cross_entropy: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, config: ObjectiveConfig) -> Self | None:
+        return cls(config.jacobian_penalty) if config.jacobian_penalty > 0 else None
 
     def check(self) -> None:
         """A weight of 1 would leave nothing of the cross-entropy."""
@@ -246,17 +275,8 @@ def _undropped(model: LoopedModel) -> Iterator[None]:
 
 
 def terms_of(config: ObjectiveConfig) -> list[Term]:
-    """The terms that a configuration turns on."""
-    gated = config.placement == "gated"
-    terms: dict[Term, bool] = {
-        NormPenalty(config.norm_penalty): config.norm_penalty > 0,
-        ScaleAnchor(config.scale_anchor, config.anchor_scale): config.scale_anchor > 0,
-        ZLoss(config.z_loss): config.z_loss > 0,
-        ExitEntropy(config.exit_entropy): gated,
-        ExitPrior(config.exit_kl, config.exit_rate): config.exit_kl > 0,
-        JacobianPenalty(config.jacobian_penalty): config.jacobian_penalty > 0,
-    }
-    return [term for term, is_on in terms.items() if is_on]
+    """The terms that a configuration turns on, in the order in which they are defined."""
+    return [term for kind in Term.__subclasses__() if (term := kind.of(config)) is not None]
 
 
 def norm_penalty(states_KBTD: Tensor | Sequence[Tensor], weight: float) -> Tensor:
