@@ -16,7 +16,6 @@ Shape legend: B batch, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
-class Design:
+class HrmDesign:
     """An hrm_text config.json in our words."""
 
     model: ModelConfig
@@ -52,8 +51,13 @@ def described(fields: Fields) -> Foreign:
     branches = [f"{branch}_norms.norm.weight" for branch in ("attention", "feed_forward")]
     layers = [f"{stack}.layers.{index}" for stack in ("low", "high") for index in range(design.model.num_layers)]
     gains = ["norm.weight", *(f"{layer}.{branch}" for layer in layers for branch in branches)]
+
+    def empty() -> HrmText:
+        with torch.device("meta"):
+            return HrmText(design)
+
     return Foreign(
-        make=partial(_empty, design),
+        make=empty,
         vocab_size=design.model.vocab_size,
         max_length=design.model.max_length,
         objective=ObjectiveConfig(placement="terminal"),
@@ -64,15 +68,10 @@ def described(fields: Fields) -> Foreign:
     )
 
 
-def _empty(design: Design) -> HrmText:
-    with torch.device("meta"):
-        return HrmText(design)
-
-
 class HrmText(nn.Module, LinearReadout, MixedDepths):
     """A LoopedModel of two stacks, one inside the other's cycle."""
 
-    def __init__(self, design: Design) -> None:
+    def __init__(self, design: HrmDesign) -> None:
         super().__init__()
         config = design.model
         self.design = design
@@ -115,7 +114,7 @@ class HrmText(nn.Module, LinearReadout, MixedDepths):
         return self.norm(state.h_BTD)
 
 
-def design_of(fields: Fields) -> Design:
+def design_of(fields: Fields) -> HrmDesign:
     """What a config.json describes; what our layers do not have is refused."""
     fields.check_plain_transformer()
     if fields.get("attention_dropout") not in (None, 0):
@@ -142,7 +141,7 @@ def design_of(fields: Fields) -> Design:
         scale = 1 / fields.number("initializer_range")
     else:
         scale = fields.number("embedding_scale")
-    return Design(model, fields.whole("L_cycles"), scale, _backprop_cycles(fields, model.num_loops))
+    return HrmDesign(model, fields.whole("L_cycles"), scale, _backprop_cycles(fields, model.num_loops))
 
 
 def layout(config: ModelConfig) -> Layout:
@@ -174,7 +173,7 @@ def _backprop_cycles(fields: Fields, num_loops: int) -> tuple[int, ...]:
     return (*[1] * (num_loops - len(value)), *value)[:num_loops]
 
 
-def _note(design: Design) -> str:
+def _note(design: HrmDesign) -> str:
     return (
         f"of the {design.low_cycles} low-level cycles in each high-level one, training back-propagates through "
         f"the last {', '.join(map(str, design.backprop_cycles))}; the audit takes the derivative of all, in "

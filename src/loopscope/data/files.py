@@ -59,33 +59,27 @@ class TextFile:
         """The documents that are not blank, without trailing white space."""
         empty = True
         with _told(self.path):
-            for document in self._raw_documents():
+            if _stamp(self.path) != self.stamp:
+                raise DataError(f"{self.path} has changed since the corpus was opened; start again")
+            for document in self._rows() if self.kind == ".parquet" else self._lines():
                 if document := document.rstrip():
                     empty = False
                     yield document
         if empty:
             raise DataError(f"{self.path} holds no text")
 
-    def _raw_documents(self) -> Iterator[str]:
-        if _stamp(self.path) != self.stamp:
-            raise DataError(f"{self.path} has changed since the corpus was opened; start again")
-        if self.kind == ".parquet":
-            yield from self._rows()
-        else:
-            for number, line in self._lines():
-                yield line if self.kind == ".txt" else self._text_of_line(line, number)
-
-    def _lines(self) -> Iterator[tuple[int, str]]:
+    def _lines(self) -> Iterator[str]:
         with self._open() as stream:
             lines = iter(lambda: stream.readline(MOST_DOCUMENT_BYTES + 1), b"")
             for number, raw in enumerate(lines, 1):
                 if len(raw) > MOST_DOCUMENT_BYTES:
                     raise _too_long(f"{self.path}, line {number}")
                 try:
-                    yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
                     byte = f"byte {error.start + 1} (0x{raw[error.start]:02x})"
                     raise DataError(f"{self.path}, line {number}: {byte} is not UTF-8") from None
+                yield line if self.kind == ".txt" else self._text_of_line(line, number)
 
     def _text_of_line(self, line: str, number: int) -> str:
         if not line.strip():
@@ -103,17 +97,14 @@ class TextFile:
         parquet = importlib.import_module("pyarrow.parquet")
         try:
             with self._seekable() as stream, parquet.ParquetFile(stream) as table:
-                self._check_column(table.schema_arrow.names)
+                if self.text_field not in (names := table.schema_arrow.names):
+                    raise _no_field(self.text_field, names, str(self.path))
                 batches = table.iter_batches(batch_size=1024, columns=[self.text_field])
                 records = (record for batch in batches for record in batch.to_pylist())
                 for number, record in enumerate(records, 1):
                     yield text_of(record, self.text_field, f"{self.path}, row {number}")
         except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise DataError(f"{self.path} is damaged or not .parquet: {first_line(error)}") from None
-
-    def _check_column(self, names: list[str]) -> None:
-        if self.text_field not in names:
-            raise _no_field(self.text_field, names, str(self.path))
 
     def _open(self) -> IO[bytes]:
         file = open_file(self.path)

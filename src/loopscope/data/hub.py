@@ -34,8 +34,7 @@ class HubDataset:
     def documents(self, split: str) -> Iterator[str]:
         """The documents of a split that are not blank, without trailing white space."""
         for number, record in enumerate(self._records(split), 1):
-            document = text_of(record, self.text_field, f"{self.name}, {split} record {number}").rstrip()
-            if document:
+            if document := text_of(record, self.text_field, f"{self.name}, {split} record {number}").rstrip():
                 yield document
 
     def _records(self, split: str) -> Iterator[dict[str, Any]]:
@@ -58,15 +57,16 @@ def open_dataset(name: str, text_field: str) -> HubDataset:
     most = int(count) if count else None
     try:
         builder = datasets.load_dataset_builder(path, config or None)
-        streaming = choose_streaming(builder) if most is None else _stream_a_part(most)
-        splits = _opened(builder, streaming=bool(streaming.value))
+        if most is None:
+            streaming = choose_streaming(builder)
+        else:
+            streaming = Choice("streaming", True, f"only the first {most:,} documents are read")
+        if not streaming.value:
+            builder.download_and_prepare()
+        splits = builder.as_streaming_dataset() if streaming.value else builder.as_dataset()
     except Exception as error:  # not found, no such configuration, no network: the library's own words say which
         raise DataError(f"{name} cannot be opened: {first_line(error)}") from error
     return HubDataset(name, text_field, dict(splits), _fingerprint(builder, path, text_field, most), streaming, most)
-
-
-def _stream_a_part(most: int) -> Choice:
-    return Choice("streaming", True, f"only the first {most:,} documents are read")
 
 
 def choose_streaming(builder: Any) -> Choice:
@@ -81,13 +81,6 @@ def choose_streaming(builder: Any) -> Choice:
     size, free = sum(sizes), shutil.disk_usage(existing).free
     space = f"needs {size / 1e9:.1f} GB of {free / 1e9:.1f} GB free"
     return Choice("streaming", 2 * size > free, space)
-
-
-def _opened(builder: Any, *, streaming: bool) -> Any:
-    if streaming:
-        return builder.as_streaming_dataset()
-    builder.download_and_prepare()
-    return builder.as_dataset()
 
 
 def _fingerprint(builder: Any, path: str, text_field: str, most: int | None) -> str:

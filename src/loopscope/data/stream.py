@@ -72,13 +72,11 @@ class TrainingStream:
         Ranks, and within them micro-batches, take consecutive rows: put together they are the batch of one process.
         """
         first, rows = _share(self.batch_size, step, rank, world_size, micro, accumulate)
-        return _as_batch([self.tokens[start : start + self.length + 1] for start in self._starts(first, rows)])
-
-    def _starts(self, first: int, rows: int) -> list[int]:
-        positions_R = first + np.arange(rows)
-        epochs_R, index_R = np.divmod(positions_R, self.windows)
-        windows_R = permuted(index_R, self.windows, self.seed, epochs_R)
-        return [int(window) * self.stride for window in windows_R]
+        epochs_R, index_R = np.divmod(first + np.arange(rows), self.windows)
+        starts_R = permuted(index_R, self.windows, self.seed, epochs_R) * self.stride
+        windows = np.stack([self.tokens[int(start) : int(start) + self.length + 1] for start in starts_R])
+        windows_RT = torch.from_numpy(windows.astype(np.int64))
+        return windows_RT[:, :-1].contiguous(), windows_RT[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)
@@ -237,11 +235,6 @@ def _num_targets(tokens: Tokens, max_tokens: int | None) -> int:
     if count < 1:
         raise DataError(f"the evaluation text has {len(tokens)} tokens; it needs at least 2")
     return count if max_tokens is None else min(count, max_tokens)
-
-
-def _as_batch(rows: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-    windows = torch.from_numpy(np.stack(rows).astype(np.int64))
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def _filled(row: np.ndarray, length: int, filler: int) -> np.ndarray:

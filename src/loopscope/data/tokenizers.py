@@ -155,7 +155,14 @@ def fit_tokenizer(name: str, documents: Iterable[str], vocab_size: int) -> Token
     elif name == "word":
         tokenizer = train_word(joined(documents), vocab_size)
     else:
-        tokenizer = _existing(name)
+        path = Path(name).expanduser()
+        if not path.is_dir():
+            check_tokenizer(name)
+            tokenizer = read_tokenizer(path)
+        elif (path / MANIFEST_FILE).exists():
+            tokenizer = load_tokenizer(path)
+        else:
+            tokenizer = read_tokenizer(path / TOKENIZER_FILE)
     check_vocabulary(tokenizer, vocab_size)
     return tokenizer
 
@@ -169,7 +176,10 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def bytes_tokenizer() -> Tokenizer:
     """The 256 bytes of UTF-8; a token's id is the byte."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    # Byte-level tokenizers spell printable characters as themselves, and the other bytes from U+0100 on.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(NUM_BYTES, 2 * NUM_BYTES))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(NUM_BYTES)}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -253,27 +263,11 @@ def _companions(folder: Path) -> dict[str, str]:
     return found
 
 
-def _existing(name: str) -> Tokenizer:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        saved = (path / MANIFEST_FILE).exists()
-        return load_tokenizer(path) if saved else read_tokenizer(path / TOKENIZER_FILE)
-    check_tokenizer(name)
-    return read_tokenizer(path)
-
-
 def _word_backend(vocabulary: dict[str, int]) -> Backend:
     backend = Backend(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD_REGEX), "isolated")
     backend.decoder = decoders.Fuse()
     return backend
-
-
-def _byte_alphabet() -> list[str]:
-    """What byte-level tokenizers spell each byte with: printable characters as themselves, the others from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(NUM_BYTES + others.index(byte)) for byte in range(NUM_BYTES)]
 
 
 def _bytes_by_offsets(text: str, encoding: Encoding) -> np.ndarray:

@@ -26,7 +26,7 @@ from loopscope.objectives.cross_entropy import (
     multi_readout_cross_entropy,
     reference_cross_entropy,
 )
-from loopscope.objectives.terms import Exits, Pass, Term, terms_of
+from loopscope.objectives.terms import ExitDistribution, Pass, Term, terms_of
 from loopscope.protocol import ExitGate, LinearReadout, LoopedModel, LoopTrace, OwnLosses, run_loops
 
 Batch = tuple[Tensor, Tensor]
@@ -95,7 +95,7 @@ class Objective:
         terms = self.terms(model)
         z_loss = sum(term.weight for term in terms if term.inside_cross_entropy)
         values: dict[str, Tensor] = {}
-        exits: Exits | None = None
+        exits: ExitDistribution | None = None
         if self.config.placement == "distilled":
             loss, loops, ce_K, values["distillation"] = self._distilled(model, trace, targets_BT.flatten(), z_loss)
         else:
@@ -111,13 +111,13 @@ class Objective:
 
     def _cross_entropy(
         self, model: LoopedModel, trace: LoopTrace, loops: list[int], targets_N: Tensor, z_loss: float
-    ) -> tuple[Tensor, Tensor, Exits | None]:
+    ) -> tuple[Tensor, Tensor, ExitDistribution | None]:
         """Weighted loss, CE of every supervised loop, and the distribution of gated exits.
 
         Through features and head where the model has them; a readout of its own makes its logits itself.
         """
         linear, weights = LinearReadout.of(model), self._fixed_weights(loops, targets_N.device)
-        exits: Exits | None = None
+        exits: ExitDistribution | None = None
         if linear is None:
             if self.config.placement == "gated" or self.config.exit_fraction < 1:
                 LinearReadout.needed(model, "an objective with gated exits or an exit_fraction below 1")
@@ -131,7 +131,7 @@ class Objective:
         if share == 1 or len(loops) == 1:
             every = self.cross_entropy(features_KND, linear.head, targets_N, loop_weights=weights, z_loss=z_loss)
             return every.loss, every.ce_K, exits
-        # Exits below the last on a random share of positions: an unbiased estimate of the same loss.
+        # ExitDistribution below the last on a random share of positions: an unbiased estimate of the same loss.
         chosen = torch.randperm(len(targets_N), device=targets_N.device)[: math.ceil(share * len(targets_N))]
         thinned = self.cross_entropy(
             features_KND[:-1, chosen], linear.head, targets_N[chosen], loop_weights=weights[:-1], z_loss=z_loss
@@ -235,13 +235,13 @@ def exit_distribution(exit_logits_KN: Tensor) -> Tensor:
     return log_reach_KN + log_leave_KN
 
 
-def gated_weights(model: LoopedModel, features_KND: Tensor, counted_N: Tensor) -> tuple[Tensor, Exits]:
+def gated_weights(model: LoopedModel, features_KND: Tensor, counted_N: Tensor) -> tuple[Tensor, ExitDistribution]:
     """Gated exits, Σ p_k·CE_k: the weights p_KN, and the distribution for the terms that look at it."""
     gated = ExitGate.needed(model, "placement = 'gated'")
     exit_logits_KN = torch.stack([gated.exit_logits(features_ND) for features_ND in features_KND])
     wide = torch.promote_types(exit_logits_KN.dtype, torch.float32)
     log_p_KN = exit_distribution(exit_logits_KN.to(wide))
-    return log_p_KN.exp(), Exits(log_p_KN, counted_N)
+    return log_p_KN.exp(), ExitDistribution(log_p_KN, counted_N)
 
 
 def pairs_of(batches: Iterable[Tensor | Batch]) -> list[Batch]:

@@ -33,7 +33,7 @@ from loopscope.protocol import LoopedModel, LoopState, LoopTrace
 
 
 @dataclass(frozen=True)
-class Exits:
+class ExitDistribution:
     """Where tokens leave, as gates have it."""
 
     log_p_KN: Tensor
@@ -62,7 +62,7 @@ class Pass:
     """What one forward pass of an objective leaves for its terms."""
 
     trace: LoopTrace
-    exits: Exits | None = None
+    exits: ExitDistribution | None = None
     """Where exits are gated."""
     model: LoopedModel | None = None
     """Whose pass it was; None where an audit asks what a term charges for a state alone."""

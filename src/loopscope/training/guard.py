@@ -21,7 +21,7 @@ ROLLBACK_FACTOR = 0.5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """What to do with a step, and the sentence that says why."""
 
     action: Literal["apply", "skip", "rollback", "stop"]
@@ -42,26 +42,28 @@ class StepGuard:
         """The learning rate is halved by every rollback."""
         return ROLLBACK_FACTOR**self.rollbacks
 
-    def judge(self, step: int, loss: float, gradient_norm: float) -> Verdict:
+    def judge(self, step: int, loss: float, gradient_norm: float) -> StepVerdict:
         """Apply the step, skip it, roll back, or stop."""
         fault = self._fault(loss, gradient_norm)
         if fault is None:
             self.recent.append(loss)
             self.bad_in_a_row = 0
-            return Verdict("apply")
+            return StepVerdict("apply")
         self.bad_in_a_row += 1
         seen = f"step {step}: {fault}"
         if self.bad_in_a_row <= self.config.max_skips:
-            return Verdict("skip", f"{seen}; skipped ({self.bad_in_a_row} in a row)")
+            return StepVerdict("skip", f"{seen}; skipped ({self.bad_in_a_row} in a row)")
         if self.rollbacks < self.config.max_rollbacks:
-            return Verdict("rollback", f"{seen}, after {self.config.max_skips} skipped steps in a row")
-        return Verdict("stop", f"{seen}, after {self.rollbacks} rollbacks at ever smaller learning rates")
+            return StepVerdict("rollback", f"{seen}, after {self.config.max_skips} skipped steps in a row")
+        return StepVerdict("stop", f"{seen}, after {self.rollbacks} rollbacks at ever smaller learning rates")
 
-    def judge_model(self, step: int, fault: str) -> Verdict:
+    def judge_model(self, step: int, fault: str) -> StepVerdict:
         """A model that is not finite is never kept: roll back, or stop when that has not helped."""
         if self.rollbacks < self.config.max_rollbacks:
-            return Verdict("rollback", f"step {step}: {fault}")
-        return Verdict("stop", f"step {step}: {fault}, after {self.rollbacks} rollbacks at ever smaller learning rates")
+            return StepVerdict("rollback", f"step {step}: {fault}")
+        return StepVerdict(
+            "stop", f"step {step}: {fault}, after {self.rollbacks} rollbacks at ever smaller learning rates"
+        )
 
     def rolled_back(self) -> None:
         """A rollback has happened: start counting anew."""

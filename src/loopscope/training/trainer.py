@@ -35,7 +35,7 @@ from loopscope.results.run import Logged, LoggedEvaluation, LoggedEvent, LoggedS
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, spread
-from loopscope.training.guard import StepGuard, Verdict
+from loopscope.training.guard import StepGuard, StepVerdict
 from loopscope.training.optimizers import Optimizers, clip_gradients, learning_rate
 from loopscope.training.scores import evaluate_depths, score_batch
 from loopscope.training.trackers import Listener
@@ -235,7 +235,7 @@ class Trainer:
         )
         return ids_BT.to(self.ranks.device), targets_BT.to(self.ranks.device)
 
-    def _act_on(self, verdict: Verdict, step: int) -> Literal["go on", "stop"] | None:
+    def _act_on(self, verdict: StepVerdict, step: int) -> Literal["go on", "stop"] | None:
         """Tell what happened, and roll back or stop if that is the verdict; None means: just skip the step."""
         self._tell_event(step, verdict.action, verdict.reason)
         if verdict.action == "skip":
