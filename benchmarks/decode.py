@@ -163,7 +163,7 @@ def products(model: LoopedModel, batch: int) -> Callable[[], None]:
     """The matrix products of the layers that as many decoded tokens need, and nothing else."""
     assert isinstance(model, HrmText)
     design = model.design
-    stacks = [model.low] * design.low_cycles + [model.high]
+    stacks = [model.core.low] * design.low_cycles + [model.core.high]
     weights = [each.weight for stack in stacks for each in stack.modules() if isinstance(each, nn.Linear)]
     inputs = {weight.shape[1]: torch.randn(batch, 1, weight.shape[1]) for weight in weights}
 

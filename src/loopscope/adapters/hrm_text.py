@@ -24,9 +24,8 @@ from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout
 from loopscope.config import ModelConfig, ObjectiveConfig
 from loopscope.model.attention import rotation
 from loopscope.model.kernels import RMSNorm
-from loopscope.model.layers import Stack
 from loopscope.model.looped_lm import check_ids
-from loopscope.model.recurrence import between_loops
+from loopscope.model.recurrence import Context, TwoStacks, between_loops
 from loopscope.protocol import Cache, LinearReadout, Loop, LoopState, MixedDepths
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -49,8 +48,9 @@ def described(fields: Fields) -> Foreign:
     """The model that config.json describes, without weights."""
     design = design_of(fields)
     branches = [f"{branch}_norms.norm.weight" for branch in ("attention", "feed_forward")]
-    layers = [f"{stack}.layers.{index}" for stack in ("low", "high") for index in range(design.model.num_layers)]
-    gains = ["norm.weight", *(f"{layer}.{branch}" for layer in layers for branch in branches)]
+    stacks = ("core.low", "core.high")
+    layers = [f"{stack}.layers.{index}" for stack in stacks for index in range(design.model.num_layers)]
+    gains = [f"{layer}.{branch}" for layer in layers for branch in branches]
 
     def empty() -> HrmText:
         with torch.device("meta"):
@@ -78,8 +78,7 @@ class HrmText(nn.Module, LinearReadout, MixedDepths):
         self.num_loops = config.num_loops
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.low_start = nn.Parameter(torch.zeros(config.width), requires_grad=False)
-        self.low, self.high = (Stack(config, config.num_layers, "core") for _ in range(2))
-        self.norm = RMSNorm(config.width, eps=config.norm_eps)
+        self.core = TwoStacks(config, design.low_cycles)
         self.unembedding = None if config.tie_head else nn.Linear(config.width, config.vocab_size, bias=False)
         for module in self.modules():
             if isinstance(module, RMSNorm):
@@ -98,20 +97,17 @@ class HrmText(nn.Module, LinearReadout, MixedDepths):
         e_BTD = self.embedding(ids_BT) * self.design.embedding_scale
         positions_BT = positions_BT.to(ids_BT.device).expand(ids_BT.shape)
         rotary = rotation(positions_BT, config.width // config.num_heads, config.rope_base)
-        return LoopState(e_BTD, {"z_L": self.low_start.expand_as(e_BTD)}, context=rotary)
+        return LoopState(e_BTD, {"z_L": self.low_start.expand_as(e_BTD)}, context=Context(e_BTD, rotary))
 
     def loop(self, state: LoopState, k: Loop, cache: Cache | None = None) -> LoopState:
         """One high-level cycle with its low-level ones, each of which has slots of its own."""
-        high_BTD, low_BTD = between_loops(k, state.h_BTD, self.norm), state.carried["z_L"]
-        layers, cycles = self.design.model.num_layers, self.design.low_cycles
-        for cycle in range(cycles):
-            low_BTD = self.norm(self.low(low_BTD + high_BTD, state.context, cache, k, cycle * layers))
-        h_BTD = self.high(high_BTD + low_BTD, state.context, cache, k, cycles * layers)
+        high_BTD = between_loops(k, state.h_BTD, self.core.norm)
+        h_BTD, low_BTD = self.core(high_BTD, state.carried["z_L"], state.context, cache, k)
         return replace(state, h_BTD=h_BTD, carried={"z_L": low_BTD})
 
     def features(self, state: LoopState, k: int, cache: Cache | None = None) -> Tensor:
         """The norm that closes the high-level stack."""
-        return self.norm(state.h_BTD)
+        return self.core.norm(state.h_BTD)
 
 
 def design_of(fields: Fields) -> HrmDesign:
@@ -153,7 +149,7 @@ def layout(config: ModelConfig) -> Layout:
     }
     if not config.tie_head:
         table["unembedding.weight"] = {"lm_head.weight": (config.vocab_size, width)}
-    for ours, theirs in (("low", "L_module"), ("high", "H_module")):
+    for ours, theirs in (("core.low", "L_module"), ("core.high", "H_module")):
         for index in range(config.num_layers):
             at, layer = f"{ours}.layers.{index}", f"model.{theirs}.layers.{index}"
             table |= {
