@@ -106,7 +106,10 @@ def test_every_cell_is_the_answer_alike():
 # --- every task ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", [make() for make in TASKS.values()], ids=TASKS)
+OURS = dict(TASKS)  # before the one below registers itself
+
+
+@pytest.mark.parametrize("task", [make() for make in OURS.values()], ids=OURS)
 def test_instances_are_written_in_the_symbols_and_the_length_that_a_task_declares(task):
     for index in range(50):
         instance = task.instance("test", 5, index)
@@ -115,7 +118,7 @@ def test_instances_are_written_in_the_symbols_and_the_length_that_a_task_declare
         assert set(steps_of(instance)) <= set(range(1, task.limit + 1)) and steps_of(instance)
 
 
-@pytest.mark.parametrize("task", [make() for make in TASKS.values()], ids=TASKS)
+@pytest.mark.parametrize("task", [make() for make in OURS.values()], ids=OURS)
 def test_no_two_splits_share_an_instance_whatever_the_seed(task):
     drawn = {
         split: {task.instance(split, seed, index).asked for seed in range(3) for index in range(300)}
