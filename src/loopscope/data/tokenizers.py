@@ -21,8 +21,9 @@ from tokenizers import Tokenizer as Backend
 
 from loopscope.data.corpora import joined
 from loopscope.data.files import first_line
-from loopscope.errors import ConfigError, DataError
-from loopscope.files import MOST_JSON_BYTES, read_text, write_atomically
+from loopscope.errors import ConfigError, DataError, RunError
+from loopscope.files import read_text, write_atomically
+from loopscope.results.record import Count, Record, load_record, write_record
 from loopscope.words import check_tokenizer
 
 NUM_BYTES = 256
@@ -34,7 +35,6 @@ _PYTHON_SPACE = r"\s\x1c-\x1f"
 _WORD_REGEX = rf"[{_PYTHON_SPACE}]+|[A-Za-z0-9_]+|[^\w{_PYTHON_SPACE}]"
 MIN_FREQUENCY = 2
 """Rarer words are unknown (the paper)."""
-SCHEMA_VERSION = 1
 MOST_TOKENIZER_BYTES = 256 << 20
 """Largest tokenizer.json that is read; those of 260,000 tokens have 35 MB."""
 MOST_IDS = 1 << 24
@@ -43,6 +43,16 @@ TOKENIZER_FILE, MANIFEST_FILE = "tokenizer.json", "tokenizer-manifest.json"
 SETTINGS_FILE = "tokenizer_config.json"
 COMPANIONS = (SETTINGS_FILE, "special_tokens_map.json", "chat_template.jinja")
 """Files that other people's libraries keep beside a tokenizer.json: special tokens, chat template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerManifest(Record):
+    """What lies beside a tokenizer.json that we have saved."""
+
+    kind: str
+    vocab_size: Count
+    sha256: str
+    """Of the tokenizer.json."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +115,12 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, what travels with it and, after them, the manifest with its checksum."""
-        manifest = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": self.kind,
-            "vocab_size": self.vocab_size,
-            "sha256": self.fingerprint,
-        }
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / TOKENIZER_FILE, self.definition)
         for name, text in self.companions.items():
             write_atomically(folder / name, text)
-        write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
+        manifest = TokenizerManifest(kind=self.kind, vocab_size=self.vocab_size, sha256=self.fingerprint)
+        write_record(folder / MANIFEST_FILE, manifest)
 
     def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
         try:
@@ -234,17 +239,15 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that `save` wrote, unchanged since."""
     tokenizer = read_tokenizer(folder / TOKENIZER_FILE)
-    path = folder / MANIFEST_FILE
     try:
-        manifest = json.loads(read_text(path, MOST_JSON_BYTES))
-        version, kind, digest = manifest["schema_version"], str(manifest["kind"]), manifest["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is missing or damaged: {first_line(error)}") from None
-    if version != SCHEMA_VERSION:
-        raise DataError(f"{path} has schema_version {version}; this loopscope reads {SCHEMA_VERSION}")
-    if tokenizer.fingerprint != digest:
-        raise DataError(f"{folder / TOKENIZER_FILE} has changed since it was saved: its sha256 is not {digest}")
-    return replace(tokenizer, kind=kind)
+        manifest = load_record(folder / MANIFEST_FILE, TokenizerManifest)
+    except RunError as error:
+        raise DataError(str(error)) from None
+    if tokenizer.fingerprint != manifest.sha256:
+        raise DataError(
+            f"{folder / TOKENIZER_FILE} has changed since it was saved: its sha256 is not {manifest.sha256}"
+        )
+    return replace(tokenizer, kind=manifest.kind)
 
 
 def _companions(folder: Path) -> dict[str, str]:
