@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # the one list of public names: type checkers and editors rea
     from loopscope.api.checks import check as check
     from loopscope.api.conversion import Converted as Converted
     from loopscope.api.conversion import convert as convert
-    from loopscope.api.downstream import TaskEvaluation as TaskEvaluation
     from loopscope.api.downstream import evaluate_tasks as evaluate_tasks
     from loopscope.api.evaluation import evaluate as evaluate
     from loopscope.api.generation import Generated as Generated
@@ -78,6 +77,7 @@ if TYPE_CHECKING:  # the one list of public names: type checkers and editors rea
     from loopscope.results.audit import AuditResult as AuditResult
     from loopscope.results.audit import PushResult as PushResult
     from loopscope.results.audit import Recipe as Recipe
+    from loopscope.results.evaluation import TaskEvaluation as TaskEvaluation
     from loopscope.results.halting import Calibration as Calibration
     from loopscope.targets import Opened as Opened
     from loopscope.targets import load as load

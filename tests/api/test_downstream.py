@@ -92,7 +92,8 @@ def log_likelihood(opened: ls.Opened, context: str, continuation: str, k: int) -
 def test_scores_by_depth_are_those_of_log_likelihoods_taken_one_by_one(place):
     opened = ls.open(place / "run")
     found = ls.evaluate_tasks(opened, ["choice"], depths=[1, 3, 5], task_folder=place / "tasks")
-    by_metric = {score.metric: score for score in found.scores}
+    by_metric = {score.metric: score for score in found.tasks}
+    accuracy = {depth.k: depth.value for depth in by_metric["acc"].depths}
     assert by_metric["acc"].samples == 7 and by_metric["acc"].higher_is_better is True
     for k in (1, 3, 5):
         chosen = []
@@ -101,7 +102,7 @@ def test_scores_by_depth_are_those_of_log_likelihoods_taken_one_by_one(place):
             lengths = [len(word) for word in WORDS]
             chosen.append((scores.index(max(scores)), scores, lengths))
         right = [best == row["answer"] for (best, _, _), row in zip(chosen, QUESTIONS, strict=True)]
-        assert by_metric["acc"].values[k] == pytest.approx(sum(right) / 7)
+        assert accuracy[k] == pytest.approx(sum(right) / 7)
 
 
 def test_log_likelihoods_are_ours_and_those_of_the_harness_on_our_transformers_model(place, tmp_path):
@@ -172,7 +173,7 @@ def test_a_model_of_somebody_elses_is_scored_through_the_protocol(place, tmp_pat
     )
     nats = -sum(log_likelihood(opened, "\n", row["question"], 1) for row in QUESTIONS[:2])
     count = sum(len(row["question"]) for row in QUESTIONS[:2])
-    assert found.scores[0].values[1] == pytest.approx(nats / count / 0.6931471805599453, abs=1e-4)
+    assert found.tasks[0].depths[0].value == pytest.approx(nats / count / 0.6931471805599453, abs=1e-4)
 
 
 def test_mistakes_are_sentences(place, tmp_path, monkeypatch, capsys):

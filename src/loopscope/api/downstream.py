@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,9 @@ from loopscope.config import MOST_LOOPS
 from loopscope.data.corpora import SEPARATOR
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError, RunError, UnsupportedError
+from loopscope.files import number as finite
 from loopscope.protocol import LinearReadout, run_loops
+from loopscope.results.evaluation import TaskDepth, TaskEvaluation, TaskMetric
 from loopscope.targets import Opened, open_target
 from loopscope.training.session import set_up
 
@@ -42,52 +43,6 @@ Request = tuple[tuple[int, ...], tuple[int, ...]]
 Likelihood = tuple[float, bool]
 """Log-probability of a continuation in nats, and whether each of its tokens is the likeliest."""
 OnProgress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """One metric of one task at every depth."""
-
-    task: str
-    metric: str
-    """With the harness's filter behind it where that is not "none": exact_match,strict."""
-    higher_is_better: bool | None
-    samples: int | None
-    values: dict[int, float]
-    """By depth."""
-    errors: dict[int, float]
-    """Standard errors by depth, where the harness gives any."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As `loopscope eval --tasks --json` prints it."""
-        depths = [{"k": k, "value": value, "stderr": self.errors.get(k)} for k, value in self.values.items()]
-        return {
-            "task": self.task,
-            "metric": self.metric,
-            "higher_is_better": self.higher_is_better,
-            "samples": self.samples,
-            "depths": depths,
-        }
-
-
-@dataclass(frozen=True)
-class TaskEvaluation:
-    """What `loopscope eval --tasks` prints."""
-
-    opened: Opened
-    depths: list[int]
-    scores: list[TaskScore]
-    harness: str
-    """Version of lm-evaluation-harness."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Target, step, and a row for every task and metric."""
-        return {
-            "target": self.opened.name,
-            "step": self.opened.step,
-            "harness": self.harness,
-            "tasks": [score.to_json() for score in self.scores],
-        }
 
 
 def evaluate_tasks(
@@ -117,10 +72,10 @@ def evaluate_tasks(
     likelihoods = Likelihoods.of(opened, depths, batch=batch, progress=progress)
     if likelihoods.prefix_is_made_up:
         say(f"{opened.name} names no token that begins or ends a text: where there is no context, a blank line is it")
-    found = {}
-    for k in depths:
-        found[k] = _scores_at(harness, manager, likelihoods, k, list(tasks), num_fewshot, limit)
-    return TaskEvaluation(opened, depths, _by_metric(found), str(harness.__version__))
+    found = {k: _scores_at(harness, manager, likelihoods, k, list(tasks), num_fewshot, limit) for k in depths}
+    return TaskEvaluation(
+        target=opened.name, step=opened.step, harness=str(harness.__version__), tasks=_by_metric(found)
+    )
 
 
 # --- log-likelihoods -------------------------------------------------------------------------------------------------
@@ -317,29 +272,29 @@ def _language_model(harness: Any, likelihoods: Likelihoods, k: int) -> Any:
     return AtDepth()
 
 
-def _by_metric(found: Mapping[int, Mapping[str, Any]]) -> list[TaskScore]:
+def _by_metric(found: Mapping[int, Mapping[str, Any]]) -> list[TaskMetric]:
     """The harness's results of every depth, put together by task and metric."""
     first = next(iter(found.values()))
-    scores = []
+    made = []
     for task, row in first["results"].items():
         for key, value in row.items():
             metric, _, kind = key.partition(",")
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not kind or metric.endswith("_stderr"):
                 continue
-            higher = first.get("higher_is_better", {}).get(task, {}).get(metric)
-            counted = first.get("n-samples", {}).get(task, {}).get("effective")
-            errors = {k: each["results"][task].get(f"{metric}_stderr,{kind}") for k, each in found.items()}
-            scores.append(
-                TaskScore(
-                    task,
-                    metric if kind == "none" else key,
-                    higher,
-                    counted,
-                    {k: float(each["results"][task][key]) for k, each in found.items()},
-                    {k: float(it) for k, it in errors.items() if isinstance(it, (int, float)) and math.isfinite(it)},
+            rows = {k: each["results"][task] for k, each in found.items()}
+            made.append(
+                TaskMetric(
+                    task=task,
+                    metric=metric if kind == "none" else key,
+                    higher_is_better=first.get("higher_is_better", {}).get(task, {}).get(metric),
+                    samples=first.get("n-samples", {}).get(task, {}).get("effective"),
+                    depths=[
+                        TaskDepth(k, finite(row[key]), finite(row.get(f"{metric}_stderr,{kind}")))
+                        for k, row in rows.items()
+                    ],
                 )
             )
-    return scores
+    return made
 
 
 def _line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import tyro
 from tyro.conf import Positional
 
-from loopscope.cli.terminal import bar, print_tables, print_text, progress, say
+from loopscope.cli.terminal import bar, print_record, print_tables, print_text, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK
@@ -61,7 +60,7 @@ examples:
         check_tokenizer(self.tokenizer)
         check_sources(self.data or ())
         from loopscope.api.calibration import calibrate, keep_calibration, policy_of
-        from loopscope.results.record import text_of, write_record
+        from loopscope.results.record import write_record
         from loopscope.targets import open_target
 
         with progress(self.target) as advance:
@@ -77,7 +76,7 @@ examples:
         except OSError as error:
             say(f"what was found is not kept in calibration.json: {error.strerror}")
         if self.json:
-            sys.stdout.write(text_of(replace(found, probe=None)))
+            print_record(replace(found, probe=None))
         else:
             print_tables(_table(found))
             print_text(_chart(found))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, get_args
 
 from tyro.conf import Positional
 
-from loopscope.cli.terminal import print_tables, print_text, progress
+from loopscope.cli.terminal import print_record, print_tables, print_text, progress
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK
 from loopscope.options import CheckOptions
@@ -50,12 +49,11 @@ examples:
         """Check and print."""
         check_word(self.target)
         from loopscope.api.checks import check
-        from loopscope.results.record import text_of
 
         with progress(self.target) as advance:
             checked = check(self.target, self, progress=advance)
         if self.json:
-            sys.stdout.write(text_of(checked))
+            print_record(checked)
         else:
             print_checked(checked)
         return EXIT_FINDINGS if checked.findings else EXIT_OK

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tyro.conf import Positional
 
 from loopscope.checks import check_at_least, check_not_negative
-from loopscope.cli.terminal import bar, print_json, print_tables, print_text, progress, say
+from loopscope.cli.terminal import bar, print_json, print_record, print_tables, print_text, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
@@ -20,10 +20,10 @@ from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_policy, check_tokenizer, check_word
 
 if TYPE_CHECKING:
-    from loopscope.api.downstream import TaskEvaluation
     from loopscope.api.evaluation import EvaluationResult
     from loopscope.inference.exit_gap import ExitGap
-    from loopscope.results.evaluation import CacheTable, Timing
+    from loopscope.results.evaluation import CacheTable, TaskEvaluation, Timing
+    from loopscope.targets import Opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +122,12 @@ examples:
 
     def _run_tasks(self, tasks: str) -> int:
         from loopscope.api.downstream import evaluate_tasks
+        from loopscope.targets import open_target
 
         with progress(self.target) as advance:
+            opened = open_target(self.target)
             result = evaluate_tasks(
-                self.target,
+                opened,
                 [name for name in tasks.split(",") if name],
                 depths=self.depths,
                 task_folder=self.task_folder,
@@ -137,26 +139,27 @@ examples:
                 progress=advance,
             )
         if self.json:
-            print_json(**result.to_json())
+            print_record(result)
         else:
-            print_tables(_task_table(result))
+            print_tables(_task_table(opened, result))
             print_text(_task_chart(result))
         return EXIT_OK
 
 
-def _task_table(result: TaskEvaluation) -> Table:
-    opened = result.opened
+def _task_table(opened: Opened, result: TaskEvaluation) -> Table:
     stage = opened.stage if opened.step is None else f"step {opened.step}"
     rows: list[list[object]] = []
-    for score in result.scores:
+    for score in result.tasks:
         cells = [
-            f"{value:.4g}" + (f" ±{score.errors[k]:.2g}" if k in score.errors else "")
-            for k, value in score.values.items()
+            ""
+            if depth.value is None
+            else f"{depth.value:.4g}" + ("" if depth.stderr is None else f" ±{depth.stderr:.2g}")
+            for depth in score.depths
         ]
         arrow = {True: " ↑", False: " ↓", None: ""}[score.higher_is_better]
         rows.append([score.task, score.metric + arrow, score.samples, *cells])
     header = [Column("task"), Column("metric"), *columns("d", "n")]
-    header += columns(".4g", *(f"{k} loop{'s' if k > 1 else ''}" for k in result.depths))
+    header += columns(".4g", *(f"{each.k} loop{'s' if each.k > 1 else ''}" for each in result.tasks[0].depths))
     title = f"{opened.name}, {stage}, lm-evaluation-harness {result.harness}"
     return Table(title, header, rows, absent="")
 
@@ -164,12 +167,13 @@ def _task_table(result: TaskEvaluation) -> Table:
 def _task_chart(result: TaskEvaluation) -> str:
     """Every metric by depth as bars, each beside the largest of its own."""
     lines = []
-    for score in result.scores:
-        largest = max(map(abs, score.values.values()))
+    for score in result.tasks:
+        values = {depth.k: depth.value for depth in score.depths if depth.value is not None}
+        largest = max(map(abs, values.values()), default=0.0)
         lines.append(f"{score.task}, {score.metric}")
         lines += [
             f"{k:>5}  {bar(abs(value) / largest if largest else 0.0, 40):<40} {value:.4g}"
-            for k, value in score.values.items()
+            for k, value in values.items()
         ]
     return "\n".join(lines)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from loopscope.files import without_nan
 
 if TYPE_CHECKING:
+    from loopscope.results.record import Record
     from loopscope.show.table import Table
 
 SCHEMA_VERSION = 1
@@ -57,6 +58,13 @@ def print_json(**values: Any) -> None:
     """One strict JSON object on stdout: what is not a finite number is null."""
     strict = without_nan({"schema_version": SCHEMA_VERSION, **values})
     sys.stdout.write(json.dumps(strict, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def print_record(record: Record) -> None:
+    """A record on stdout, as its file would hold it."""
+    from loopscope.results.record import text_of
+
+    sys.stdout.write(text_of(record))
 
 
 def duration(seconds: float) -> str:

@@ -330,3 +330,36 @@ class Evaluation(Record):
     device: Text = ""
     unigram_ce: dict[Text, float] = field(default_factory=dict)
     """By split, the CE of a unigram model of the training text: what has to be beaten before a CE says anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDepth:
+    """One metric of a task after k loops."""
+
+    k: Count
+    value: float | None
+    stderr: float | None = None
+    """None where the harness gives none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskMetric:
+    """One metric of one task at every depth."""
+
+    task: Text
+    metric: Text
+    """With the harness's filter behind it where that is not "none": exact_match,strict."""
+    higher_is_better: bool | None
+    samples: Count | None
+    depths: list[TaskDepth]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskEvaluation(Record):
+    """What `loopscope eval --tasks` prints."""
+
+    target: Text
+    step: Count | None
+    harness: Text
+    """Version of lm-evaluation-harness."""
+    tasks: list[TaskMetric]

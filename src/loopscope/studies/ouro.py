@@ -121,9 +121,9 @@ def check_ouro(
             progress=progress,
         )
         scores = [
-            TaskScore(k=k, task=each.task, metric=each.metric, value=value, error=each.errors.get(k))
-            for each in found.scores
-            for k, value in each.values.items()
+            TaskScore(k=depth.k, task=each.task, metric=each.metric, value=depth.value, error=depth.stderr)
+            for each in found.tasks
+            for depth in each.depths
         ]
         record = kept(replace(record, tasks=scores))
     return record
