@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_up import made_up_audit, made_up_eval, write_row
-from samples import eval_row, train_row
+from made_up import eval_row, made_up_audit, made_up_eval, train_row, write_row
 
 from loopscope.files import Part, read_json, without_nan, write_json
 from loopscope.readings import (

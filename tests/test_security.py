@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_samples import write_run
+from made_up import write_run
 
 import loopscope
 from loopscope.cli import main

@@ -31,8 +31,7 @@ from checkpoints import (
     save_folder,
     save_sharded,
 )
-from report_samples import write_reproduction, write_run
-from samples import sample_calibration, sample_certificate
+from made_up import sample_calibration, sample_certificate, write_reproduction, write_run
 
 import loopscope as ls
 from loopscope.api.cards import Card

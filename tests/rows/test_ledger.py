@@ -7,8 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from made_up import NUMBERS, made_up_audit, made_up_eval, made_up_halting, row_config
-from samples import event_row, sample_manifest, train_row
+from made_up import (
+    NUMBERS,
+    event_row,
+    made_up_audit,
+    made_up_eval,
+    made_up_halting,
+    row_config,
+    sample_manifest,
+    train_row,
+)
 
 from loopscope.errors import EXIT_INTERRUPTED, RunError
 from loopscope.files import write_json

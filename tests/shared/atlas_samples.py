@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from made_up import sample_variable
+
 from loopscope.designs import DESIGNS
 from loopscope.machine import provenance
 from loopscope.results.atlas import (
@@ -33,19 +35,7 @@ LOOPS = 4
 
 def variable(name: str, verdict: VariableVerdict, free: float | None) -> Variable:
     free_tokens = None if free is None else float(free >= 10)
-    return Variable(
-        name=name,
-        verdict=verdict,
-        visibility=0.5,
-        delayed_visibility=0.5,
-        activity=0.9,
-        kind="field",
-        loop=1,
-        free_range=free,
-        free_tokens=free_tokens,
-        drift=0.04,
-        driven=True,
-    )
+    return sample_variable(name, verdict, 0.5, free_range=free, free_tokens=free_tokens, drift=0.04, driven=True)
 
 
 def audited(

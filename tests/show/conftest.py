@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from browsing import ARGUMENTS, CHROMIUM, WAIT, Tab
-from report_samples import write_reproduction, write_run
+from made_up import write_reproduction, write_run
 
 from loopscope.show.page import build_report
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from browsing import Tab, needs_chromium
-from report_samples import write_reproduction, write_run
+from made_up import write_reproduction, write_run
 
 from loopscope.rows.conditions import CONDITIONS
 from loopscope.show.page import write_report

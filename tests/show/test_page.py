@@ -20,9 +20,8 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_up import claims, quantity, sample_calibration, sample_certificate, write_reproduction, write_run
 from markupsafe import Markup
-from report_samples import claims, quantity, write_reproduction, write_run
-from samples import sample_calibration, sample_certificate
 
 from loopscope.cli import main
 from loopscope.cli.report import Report
@@ -474,7 +473,7 @@ def test_the_verdict_names_the_blind_conditions_and_gives_the_measured_contrast(
     }
     ratio = sum(by_name["per-loop+rmsnorm"]) / sum(by_name["per-loop+raw"])
     assert f"{float(f'{ratio:.3g}'):g} times" in scale
-    assert "+0.95 nats" in exits and "−0.06 when every loop is" in exits
+    assert "+4.80 nats" in exits and "−0.01 when every loop is" in exits
     assert "--norm-penalty 0.01" in remedy
     assert "1 of 3 hold; C9 does not hold at this size; C10 was not measured" in claims
 
@@ -508,7 +507,9 @@ def test_an_alarm_while_training_is_the_verdict_until_an_audit(make_run):
 def test_a_single_run_tells_its_growth_and_the_price_of_its_exits(make_run):
     sentences = " ".join(build_report([make_run("run", "terminal+rmsnorm")]).verdict.sentences)
     assert "times the" in sentences and "of the first logged step" in sentences
-    assert "costs something: +0.95 nats per token, 2.59 times the perplexity" in sentences
+    assert "costs much: +4.80 nats per token, 122 times the perplexity" in sentences
+    cheaper = " ".join(build_report([make_run("cheaper", "per-loop+final-only")]).verdict.sentences)
+    assert "costs something: +0.11 nats per token, 1.12 times the perplexity" in cheaper
 
 
 def test_runs_without_an_audit_are_counted_beside_those_with_one(make_run, tmp_path):
@@ -717,7 +718,7 @@ def test_audits_print_verdict_evidence_remedy_and_heaviest_tokens(reproduction_p
     text = words_of(reproduction_page)
     assert "✗ blind spot" in text and "✓ controlled" in text and "1 blind direction (scale)" in text
     assert "let a loss see the scale" in text and "the next loop carries it on with gain 0.99" in text
-    assert "+0.0012" in text and "<b>the</b>" in text
+    assert "−0.0040" in text and "<b>the</b>" in text
 
 
 def change_variables(folder: Path, *changes: dict[str, Any], push: dict[str, Any] | None = None) -> Path:

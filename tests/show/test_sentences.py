@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_up import made_up_audit
-from samples import sample_variable
+from made_up import made_up_audit, sample_variable
 
 from loopscope.results.audit import Variable
 from loopscope.show.sentences import (

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from atlas_samples import LOOPS, MODERN, ON_HOPS, PAPER, audited, entry, probe, sample_atlas, scores, write_atlas
-from made_up import made_up_audit, made_up_eval
-from samples import sample_manifest, write_sample
+from made_up import made_up_audit, made_up_eval, sample_manifest, write_sample
 
 import loopscope as ls
 from loopscope.cli import main
@@ -206,24 +205,16 @@ def write_row(out: Path, spec, *, state: str = "finished", audit: str = "per-loo
     """A row as its process leaves it, with the made-up numbers of a grid's row."""
     steps = spec.config.training.steps
     fresh, trained = made_up_audit(audit, 20.0, step=None), made_up_audit(audit, 400.0, step=steps)
-    folder = write_sample(
+    return write_sample(
         out / "rows" / spec.name,
         spec.config,
         manifest=sample_manifest(["loopscope", "atlas"], spec.seed),
-        evaluation=replace(made_up_eval([4.5, 4.4, 4.4, 4.4], 400.0, 0.0), step=steps),
+        eval=made_up_eval([4.5, 4.4, 4.4, 4.4], 400.0, step=steps),
         audit=trained,
-        untrained=fresh,
-        record=RowRecord(
-            condition=spec.condition,
-            recipe=spec.recipe,
-            text=spec.text,
-            seed=42,
-            state=state,
-            error=error,
-        ),
+        audit_untrained=fresh,
+        probe=probe(step=steps),
+        row=RowRecord(condition=spec.condition, recipe=spec.recipe, text=spec.text, seed=42, state=state, error=error),
     )
-    write_record(folder / "probe.json", probe(step=steps))
-    return folder
 
 
 @pytest.fixture

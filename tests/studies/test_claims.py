@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_up import LOOPS, STEPS, write_made_up_grid, write_row
-from samples import sample_halting
+from made_up import LOOPS, STEPS, sample_halting, write_made_up_grid, write_row
 
 from loopscope.results.halting import CalibratedHalting
 from loopscope.results.record import decode, text_of, write_record
@@ -232,7 +231,7 @@ def test_claim_6_is_not_measured_where_no_scale_is_large(grid):
 def halts(out: Path, condition: str, loops: float, fixed: float, seeds=(42, 101, 202), spread: float = 0.05) -> None:
     """Change what a calibrated rule saves in rows of a condition."""
     for seed in seeds:
-        found = sample_halting(loops, fixed, step=STEPS, num_loops=LOOPS, spread=spread)
+        found = sample_halting(loops, fixed, spread=spread)
         path = out / "rows" / f"{condition}-s{seed}" / "halting.json"
         if path.exists():
             write_record(path, found)

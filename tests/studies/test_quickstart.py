@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 from made_up import write_made_up_grid, write_row
-from samples import eval_row, train_row
 
 from loopscope.cli import main
 from loopscope.readings import Run
-from loopscope.results.record import as_json
 from loopscope.results.thresholds import CLEAR
 from loopscope.rows.conditions import CONDITIONS, CORE
-from loopscope.runs import RunFolder
 from loopscope.show.verdict import verdict_on
 from loopscope.studies.paper_claims import judge_all
 from loopscope.studies.quickstart import conclusion, corners, make_request
@@ -92,34 +89,3 @@ def test_the_blind_spot_shows_within_twenty_steps_and_the_page_tells_it(tmp_path
         expected = ("blind-spot", ["scale"]) if each["readout"] == "rmsnorm" else ("controlled", [])
         assert (each["verdict"], each["blind"]) == expected
     assert "Blind spot in 2 of 4 audited runs" in (tmp_path / "report.html").read_text("utf-8")
-    samples_have_the_fields_of_a_real_run(tmp_path, tmp_path / "sample")
-
-
-def samples_have_the_fields_of_a_real_run(real: Path, out: Path) -> None:
-    """What the samples write out by themselves has the names that training, evaluation, audit and grid write."""
-    row = "per-loop+rmsnorm-s42"
-    sample = write_made_up_grid(out) / "rows" / row
-    RunFolder(sample).append_metrics(train_row(1, [5.0], [1.0], [0.1]))
-    RunFolder(sample).append_metrics(eval_row(1, [5.0], [1.0]))
-    for name in ("manifest.json", "eval.json", "audit.json", "row.json"):
-        ours, theirs = (json.loads((folder / name).read_text()) for folder in (sample, real / "rows" / row))
-        assert names_in(ours) == names_in(theirs), name
-    ours, theirs = (json.loads((folder / "grid.json").read_text()) for folder in (out, real))
-    assert ours.keys() == theirs.keys() and ours["recipes"]["paper"].keys() == theirs["recipes"]["paper"].keys()
-    ours, theirs = (as_json(RunFolder(folder).read_metrics()) for folder in (sample, real / "rows" / row))
-    for kind in ("train", "eval"):
-        assert len({frozenset(line) for line in (*ours, *theirs) if line["kind"] == kind}) == 1, kind
-
-
-FREE = ("versions", "seconds", "cost", "terms", "git")
-"""Objects whose names are data, or that are null where there is no repository."""
-
-
-def names_in(value: object, place: str = "") -> set[str]:
-    """The names of all fields of a JSON value, with where they stand; places in lists are one."""
-    if isinstance(value, list):
-        return set().union(*(names_in(item, place) for item in value))
-    if not isinstance(value, dict):
-        return set()
-    found = {f"{place}.{name}" for name in value}
-    return found.union(*(names_in(item, f"{place}.{name}") for name, item in value.items() if name not in FREE))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from samples import eval_row, sample_manifest, write_sample
+from made_up import eval_row, sample_manifest, write_sample
 
 from loopscope.cli import main
 from loopscope.config import Config, ModelConfig, TrainingConfig

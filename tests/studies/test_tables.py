@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up import row_config, write_made_up_grid, write_row
-from samples import eval_row, event_row
+from made_up import eval_row, event_row, row_config, write_made_up_grid, write_row
 
 from loopscope.errors import LoopscopeError, RunError
 from loopscope.readings import read_run
