@@ -48,7 +48,8 @@ def test_a_spread_stands_only_where_there_are_several():
     assert mean_deviation([None]) == mean_deviation([]) == "–"
     assert mean_deviation([0.1 + 0.2, 0.3]) == "0.3000 ± 0", "rounding is no spread"
     assert signed_mean_deviation([0.5]) == "+0.5000" and signed_mean_deviation([-0.5]) == "-0.5000"
-    assert span((-0.06, 0.125), "+.2f") == "[-0.06, +0.12]"
+    assert span(-0.06, 0.125, "+.2f") == "[-0.06, +0.12]"
+    assert span(-0.001, 0.87) == "[0.00, 0.87]" and span(-0.5, -0.0) == "[-0.50, 0.00]"
 
 
 @given(st.floats(-1e300, 1e300))

@@ -16,7 +16,7 @@ from loopscope.errors import DataError
 from loopscope.model.looped_lm import build
 from loopscope.readings import read_run
 from loopscope.results.record import text_of
-from loopscope.results.scaling import Fit, Point, interval
+from loopscope.results.scaling import Fit, Point
 from loopscope.studies import scaling as scaling_module
 from loopscope.studies.scaling import (
     HIGH_P,
@@ -164,10 +164,6 @@ def test_what_the_bounds_hold_and_not_the_runs_is_said():
     assert "Held by the bounds" not in scaling(grid(noise=1e-3), starts=100, bootstraps=20).summary
     found = scaling(grid(replace(TRUE, E=1e-9), noise=1e-3), starts=100, bootstraps=20)
     assert "Held by the bounds of the fit and not by the runs: E." in found.summary
-
-
-def test_what_rounds_to_nothing_has_no_sign():
-    assert interval(-0.001, 0.87) == "[0.00, 0.87]" and interval(-0.5, -0.0) == "[-0.50, 0.00]"
 
 
 # --- Parcae ----------------------------------------------------------------------------------------------------------

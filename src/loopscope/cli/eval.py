@@ -16,6 +16,7 @@ from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
 from loopscope.options import EvaluateOptions
+from loopscope.show.numbers import span
 from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_policy, check_tokenizer, check_word
 
@@ -258,9 +259,9 @@ def _exit_table(gaps: Sequence[ExitGap]) -> Table:
     first = gaps[0]
     rows: list[list[object]] = []
     for gap in gaps:
-        shares = [None if it.share is None else f"{it.share:.0%} [{it.low:.0%}, {it.high:.0%}]" for it in gap.mends]
-        span = f"{gap.gap:+.4f} [{gap.gap_low:+.4f}, {gap.gap_high:+.4f}]"
-        rows.append([gap.loop, span, *shares, gap.verdict])
+        shares = [None if it.share is None else f"{it.share:.0%} {span(it.low, it.high, '.0%')}" for it in gap.mends]
+        cost = f"{gap.gap:+.4f} {span(gap.gap_low, gap.gap_high, '+.4f')}"
+        rows.append([gap.loop, cost, *shares, gap.verdict])
     names = (f"CE − CE({first.num_loops})", *(mend.name for mend in first.mends))
     header = [*columns("d", "exit"), *(Column(name, align="right") for name in names), Column("the exit is")]
     title = f"exits: fitted on {first.fit_tokens:,} tokens, asked on {first.test_tokens:,} in {first.units} windows"

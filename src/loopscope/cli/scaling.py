@@ -14,6 +14,7 @@ from loopscope.cli.terminal import print_json, print_tables, print_text, print_w
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.options import ScalingOptions
+from loopscope.show.numbers import span
 from loopscope.show.table import Column, Table, columns
 
 if TYPE_CHECKING:
@@ -78,10 +79,10 @@ examples:
         print_words(found.summary)
         if found.test_time is not None:
             law = found.test_time
-            says = (
-                f"At test time L(T) = L_∞ + {law.Z:.3g}·exp(−{law.z:.3g}·T/μ), z in [{law.z_low:.3g}, {law.z_high:.3g}]"
+            says = f"At test time L(T) = L_∞ + {law.Z:.3g}·exp(−{law.z:.3g}·T/μ)"
+            print_words(
+                f"{says}, z in {span(law.z_low, law.z_high, '.3g')} over {law.runs} runs, missed by {law.error:.2%}."
             )
-            print_words(f"{says} over {law.runs} runs, missed by {law.error:.2%}.")
         print_text(f"scaling.json and the figure: {self.out}")
         return EXIT_OK
 
@@ -105,8 +106,6 @@ def _fits_table(found: ScalingRecord) -> Table:
 
 
 def _worth_table(found: ScalingRecord) -> Table:
-    from loopscope.results.scaling import interval
-
-    rows = [[str(each.loop), each.worth, interval(each.low, each.high)] for each in found.worth]
+    rows = [[str(each.loop), each.worth, span(each.low, each.high)] for each in found.worth]
     header = [Column("loop r"), Column("r^φ − (r−1)^φ", ".2f"), Column("95 % interval", align="right")]
     return Table("what the r-th loop is worth, in recurrent parameters", header, rows)

@@ -36,6 +36,7 @@ from loopscope.files import without_nan
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.objectives.placement import pairs_of
 from loopscope.protocol import LinearReadout, LoopedModel, LoopState, run_loops
+from loopscope.show.numbers import span
 from loopscope.untouched import borrowed, network_of
 
 Batch = Tensor | tuple[Tensor, Tensor]
@@ -104,10 +105,10 @@ class ExitGap:
     @property
     def summary(self) -> str:
         """The gap, the shares, the verdict."""
-        says = f"The exit after loop {self.loop} costs {self.gap:+.4f} [{self.gap_low:+.4f}, {self.gap_high:+.4f}] nats"
+        says = f"The exit after loop {self.loop} costs {self.gap:+.4f} {span(self.gap_low, self.gap_high, '+.4f')} nats"
         if self.verdict == "no gap":
             return f"{says}: no gap that could be taken apart."
-        shares = [f"{mend.name} {mend.share:.0%} [{mend.low:.0%}, {mend.high:.0%}]" for mend in self.mends]
+        shares = [f"{mend.name} {mend.share:.0%} {span(mend.low, mend.high, '.0%')}" for mend in self.mends]
         meaning = {"both": "partly badly read, partly not yet computed"}.get(self.verdict, f"mostly {self.verdict}")
         return f"{says}; mended by {', '.join(shares)}: {meaning}."
 

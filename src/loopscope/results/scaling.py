@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loopscope.results.record import Count, Record, Text
+from loopscope.show.numbers import span
 
 Law = Literal["iso-depth", "parcae"]
 
@@ -127,9 +128,4 @@ class ScalingRecord(Record):
         phi = f"{self.fit.phi:.2f}"
         if self.phi_low is None or self.phi_high is None:
             return phi
-        return f"{phi} {interval(self.phi_low, self.phi_high)}"
-
-
-def interval(low: float, high: float) -> str:
-    """[0.41, 0.53]; what rounds to nothing has no sign."""
-    return f"[{round(low, 2) + 0.0:.2f}, {round(high, 2) + 0.0:.2f}]"
+        return f"{phi} {span(self.phi_low, self.phi_high)}"

@@ -80,10 +80,9 @@ def signed_mean_deviation(values: Iterable[float | None]) -> str:
     return mean_deviation(values, "+")
 
 
-def span(ends: Sequence[float], form: str = ".2f") -> str:
-    """An interval: [−0.06, 0.12]."""
-    low, high = ends
-    return f"[{low:{form}}, {high:{form}}]"
+def span(low: float | None, high: float | None, form: str = "z.2f") -> str:
+    """An interval: [-0.06, 0.12]; what rounds to nothing has no sign."""
+    return f"[{', '.join(ABSENT if end is None else format(end, form) for end in (low, high))}]"
 
 
 BARS = "▁▂▃▄▅▆▇█"
