@@ -41,6 +41,8 @@ RANDOM_ROWS, RANDOM_LENGTH = 8, 64
 """Random ids that a model without text of its own is audited on."""
 TEXT_LENGTH = 64
 """Tokens of a row of text for a model without a configuration: many short rows say more than few long ones."""
+USUAL_BATCH = 8
+"""Sequences of a step for a target that does not say."""
 
 
 def audit(
@@ -171,11 +173,6 @@ def _with_texts(result: AuditResult, opened: Opened) -> AuditResult:
     return replace(result, heaviest_tokens=named)
 
 
-USUAL_BATCH = 8
-"""Sequences of a step for a target that does not say."""
-WHAT = "the push test"
-
-
 def push(
     target: str | Path | Opened | LoopedModel,
     batches: Iterable[Batch] | None = None,
@@ -210,7 +207,7 @@ def push(
     if isinstance(target, (str, Path, Opened)):
         opened = with_tokenizer(open_target(target, seed=seed), tokenizer)
         model, name = opened.model, opened.name
-        trainable(model, WHAT)  # before any text is packed
+        trainable(model, "the push test")  # before any text is packed
         supervised = supervised if supervised is not None else opened.objective
         terms = terms if terms is not None else [] if opened.objective is None else terms_of(opened.objective)
         if opened.config is not None:

@@ -17,6 +17,14 @@ from loopscope.show.numbers import fold
 from loopscope.show.sentences import driven, summary
 from loopscope.show.table import Column, Table, columns, escape_markdown
 
+FRONT_MATTER = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- loopscope
+- looped-transformer
+---"""
+"""What the hub sorts models by; no licence is claimed for anybody's weights."""
 ESSENTIAL = ("vocab_size", "width", "num_layers", "num_loops", "prelude_layers", "coda_layers", "num_heads", "readout")
 """Fields of the design that a card shows even where they have their usual values."""
 
@@ -41,7 +49,7 @@ class Card:
     def to_markdown(self) -> str:
         """The whole README.md."""
         sections = [
-            _front_matter(),
+            FRONT_MATTER,
             f"# {escape_markdown(self.name)}\n\n{self._opening()}",
             _loading(self.design.num_loops),
             self._configuration(),
@@ -101,13 +109,6 @@ def read_results(folder: Path) -> tuple[AuditResult | None, Evaluation | None, P
         read_record(folder / "audit.json", AuditResult, {}),
         read_record(folder / "eval.json", Evaluation, {}),
         read_record(folder / "policy.json", Policy, {}),
-    )
-
-
-def _front_matter() -> str:
-    """What the hub sorts models by; no licence is claimed for anybody's weights."""
-    return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- loopscope\n- looped-transformer\n---"
     )
 
 

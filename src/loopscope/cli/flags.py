@@ -85,7 +85,9 @@ def help_text(command: str, description: str, sections: Sequence[Section]) -> st
     lines = [f"usage: {' '.join([command, *arguments, '[FLAGS]'])}", "", *description.splitlines()]
     for section in sections:
         title = f"{section.title}: {section.doc}" if section.doc else f"{section.title}:"
-        lines += ["", title, *(line for flag in section.flags for line in entry(_left(flag), _right(flag)))]
+        lines += ["", title]
+        for flag in section.flags:
+            lines += entry(" ".join(filter(None, (", ".join(flag.names), flag.values))), _right(flag))
     return "\n".join(lines)
 
 
@@ -135,7 +137,8 @@ def _flags(owner: type[Any], defaults: object) -> Iterator[Flag]:
         hint, written, told = _taken_apart(hints[field.name])
         if _is_part(hint):
             continue
-        default = _default(field) if defaults is None else getattr(defaults, field.name)
+        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = usual if defaults is None else getattr(defaults, field.name)
         values = _values(hints[field.name])
         if POSITIONAL in told:
             names: tuple[str, ...] = ()
@@ -154,11 +157,6 @@ def _taken_apart(hint: Any) -> tuple[Any, PrimitiveConstructorSpec[Any] | None, 
     plain, *extras = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
     written = next((extra for extra in extras if isinstance(extra, PrimitiveConstructorSpec)), None)
     return plain, written, [extra for extra in extras if extra is not written]
-
-
-def _default(field: dataclasses.Field[Any]) -> object:
-    made = field.default_factory
-    return field.default if made is dataclasses.MISSING else made()
 
 
 def _values(hint: Any) -> str:
@@ -195,10 +193,6 @@ def _docs(owner: type[Any]) -> Mapping[str, str]:
 
 
 # --- as text ---------------------------------------------------------------------------------------------------------
-
-
-def _left(flag: Flag) -> str:
-    return " ".join(filter(None, (", ".join(flag.names), flag.values)))
 
 
 def _right(flag: Flag) -> str:

@@ -86,7 +86,10 @@ examples:
         elif len(prompts) == 1:
             _stream(generation, coloured=self.show_loops and sys.stdout.isatty())
         else:
-            _print_each(generation)
+            for _ in generation:  # each when it is complete: streams would run into one another
+                pass
+            for result in generation.results:
+                sys.stdout.write(f"{result.prompt}{result.text}\n\n")
         if self.show_loops:
             left = Counter(token.loops for result in generation.results for token in result.tokens)
             mean = sum(k * count for k, count in left.items()) / left.total()
@@ -125,11 +128,3 @@ def _stream(generation: Generation, *, coloured: bool) -> None:
         sys.stdout.write(f"\x1b[38;5;{colour}m{piece.text}\x1b[0m" if coloured else piece.text)
         sys.stdout.flush()
     sys.stdout.write("\n")
-
-
-def _print_each(generation: Generation) -> None:
-    """Texts of several prompts, each when it is complete, since streams would run into one another."""
-    for _ in generation:
-        pass
-    for result in generation.results:
-        sys.stdout.write(f"{result.prompt}{result.text}\n\n")

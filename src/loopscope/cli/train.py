@@ -70,6 +70,7 @@ examples:
                 check_word(word)
         check_sources((*self.data.data, *(self.data.valid or ())))
         check_tokenizer(self.data.tokenizer)
+        from loopscope.api.training import train
         from loopscope.training.distributed import is_first_process
 
         weights: str | Opened | None = self.init_from
@@ -78,23 +79,18 @@ examples:
         else:
             config, weights = self._of_target(self.target)
         with interruptible("the same command goes on from the last checkpoint, or starts again"):
-            result = self._train(config, weights)
+            result = train(
+                config,
+                self.out or self._default_folder(config),
+                resume=self.resume,
+                init_from=weights,
+                allow_new_data=self.allow_new_data,
+                say=say,
+                watching=watching,
+            )
         if is_first_process():
             self._print(result)
         return EXIT_OF[result.outcome]
-
-    def _train(self, config: Config, weights: str | Opened | None) -> TrainingResult:
-        from loopscope.api.training import train
-
-        return train(
-            config,
-            self.out or self._default_folder(config),
-            resume=self.resume,
-            init_from=weights,
-            allow_new_data=self.allow_new_data,
-            say=say,
-            watching=watching,
-        )
 
     def _of_target(self, word: str) -> tuple[Config, Opened | None]:
         """The configuration of a model that is named, and where its weights and tokenizer come from, if it has any."""
