@@ -24,6 +24,7 @@ from typing import Any, Literal
 from loopscope.errors import UnsupportedError
 from loopscope.files import read_text
 from loopscope.results.record import Choice
+from loopscope.results.run import GitState
 
 PACKAGES = ("loopscope", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "tyro", "rich", "jinja2")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "ray", "lm-eval", "tensorboard", "wandb", "trackio")
@@ -101,10 +102,10 @@ def _own_commit() -> str | None:
     """The commit of loopscope itself where it runs from a checkout, "changed" added where files differ from it."""
     root = Path(__file__).parents[2]
     state = git_state(root) if (root / ".git").exists() else None
-    return None if state is None else state["commit"][:12] + (", changed" if state["changed"] else "")
+    return None if state is None else state.commit[:12] + (", changed" if state.changed else "")
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(folder: Path) -> GitState | None:
     """Commit and whether there are changes, or None where there is no repository."""
 
     def git(*arguments: str) -> str:
@@ -112,10 +113,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
-        }
+        return GitState(
+            commit=git("rev-parse", "HEAD"), changed=bool(git("status", "--porcelain", "--untracked-files=no"))
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 

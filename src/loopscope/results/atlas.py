@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from loopscope.results.audit import AuditVerdict, MotionKind, Variable
 from loopscope.results.evaluation import Beyond, CacheTable, Split, beyond
 from loopscope.results.record import Count, Record, Text
+from loopscope.results.run import GitState
 from loopscope.results.thresholds import FURTHEST
 
 ATLAS, PROBE = "atlas.json", "probe.json"
@@ -274,7 +275,7 @@ class AtlasRecord(Record):
     designs: list[Described]
     entries: list[Entry]
     versions: dict[str, Text | None]
-    git: dict[str, object] | None
+    git: GitState | None
     system: Text
     started: Text
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from loopscope.files import Problems
 from loopscope.results.record import Count, Record, Text, read_record
+from loopscope.results.run import GitState
 
 GRID, CLAIMS = "grid.json", "claims.json"
 
@@ -51,7 +52,7 @@ class GridRecord(Record):
     test_data: list[Text] | None
     eval_tokens: int | None
     versions: dict[str, Text | None]
-    git: dict[str, Any] | None
+    git: GitState | None
     system: Text
     started: Text
 

@@ -104,12 +104,13 @@ def _checked(run: Run) -> Run:
     if run.condition not in CONDITIONS or run.recipe not in get_args(Recipe) or seed is None:
         raise RunError(f"{run.folder}/row.json names no condition, recipe and seed that loopscope knows; {REPAIR}")
     is_evaluated = run.evaluation and run.evaluation.step is not None and run.evaluation.tokenizer and run.splits
-    _refuse(run, "config.yaml", "" if run.config else "is not there")
-    _refuse(run, "manifest.json", "" if (Path(run.folder) / "manifest.json").is_file() else "is not there")
-    _refuse(run, "eval.json", "" if is_evaluated else "has no step, tokenizer or scores")
-    _refuse(run, "halting.json", "")
-    for name in ("audit.json", "audit-untrained.json"):
-        _refuse(run, name, "")
+    needed = {
+        "config.yaml": "" if run.config else "is not there",
+        "manifest.json": "" if (Path(run.folder) / "manifest.json").is_file() else "is not there",
+        "eval.json": "" if is_evaluated else "has no step, tokenizer or scores",
+    }
+    for name in (*needed, "halting.json", "audit.json", "audit-untrained.json"):
+        _refuse(run, name, needed.get(name, ""))
     return run
 
 

@@ -19,7 +19,7 @@ from loopscope.config import Config, TrainingConfig, changes_learning, config_to
 from loopscope.errors import RunError, UnsupportedError
 from loopscope.machine import automatic_choices, choose_device, git_state, resolve_compile, versions
 from loopscope.results.record import Choice, read_record
-from loopscope.results.run import MANIFEST_FILE, DataRecord, EarlierText, GitState, Manifest
+from loopscope.results.run import MANIFEST_FILE, DataRecord, EarlierText, Manifest
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
 from loopscope.training.trackers import check_installed
@@ -162,11 +162,10 @@ def run_of(path: Path) -> RunFolder:
 
 def manifest(config: Config, setup: Setup, data: DataRecord, trainer: Trainer) -> Manifest:
     """What a reader of the run folder needs to know besides the configuration."""
-    git = git_state(Path.cwd())
     return Manifest(
         command=sys.argv,
         versions=versions(),
-        git=None if git is None else GitState(**git),
+        git=git_state(Path.cwd()),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         threads=torch.get_num_threads(),
         world_size=trainer.ranks.world_size,
