@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from loopscope.api.generation import generate
@@ -148,19 +148,12 @@ class Likelihoods:
                 logits_NV = model.readout(states[k], k)[asked_BT]
             else:  # a task asks for a few tokens of each text: no logits for the others
                 logits_NV = F.linear(linear.features(states[k], k)[asked_BT], linear.head)
-            self._split(found, logits_NV, targets_N, counts, k)
+            wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+            chosen_N = wide_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0].split(counts)
+            greedy_N = (wide_NV.argmax(-1) == targets_N).split(counts)
+            for scores, chosen, greedy in zip(found, chosen_N, greedy_N, strict=True):
+                scores[k] = (float(chosen.sum()), bool(greedy.all()))
         return found
-
-    @staticmethod
-    def _split(
-        found: list[dict[int, Likelihood]], logits_NV: Tensor, targets_N: Tensor, counts: Sequence[int], k: int
-    ) -> None:
-        wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        chosen_N = wide_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
-        greedy_N = wide_NV.argmax(-1) == targets_N
-        pairs = zip(chosen_N.split(list(counts)), greedy_N.split(list(counts)), strict=True)
-        for scores, (chosen, greedy) in zip(found, pairs, strict=True):
-            scores[k] = (float(chosen.sum()), bool(greedy.all()))
 
 
 # --- the harness -----------------------------------------------------------------------------------------------------
