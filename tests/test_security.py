@@ -60,7 +60,7 @@ def test_our_source_unpickles_nothing_and_runs_no_text():
     found = {path.name: found for path in FILES if (found := [*overlooked(ast.parse(path.read_text("utf-8")))])}
     assert not found
     silenced = [(path.name, *re.findall(r"noqa: ((?:S|TID)\d+)", path.read_text("utf-8"))) for path in FILES]
-    allowed = {("unpickling.py", "TID251"), ("files.py", "S506")}
+    allowed = {("unpickling.py", "TID251"), ("files.py", "S506"), ("drawing.py", "S314")}
     assert {found for found in silenced if len(found) > 1} == allowed
 
 
