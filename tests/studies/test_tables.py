@@ -228,16 +228,8 @@ def test_a_row_of_something_unknown_is_refused(grid, record):
         read_results(grid)
 
 
-WRONG = [("row.json", *each) for each in (("state", 7), ("state", "asleep"), ("recipe", 7), ("seconds", [1]))]
-WRONG += [("eval.json", *each) for each in (("step", "x"), ("splits", 3), ("tokenizer", 7), ("throughput", {"k": 1}))]
-WRONG += [("eval.json", "splits.valid", []), ("eval.json", "splits.valid.depths", 1)]
-WRONG += [("eval.json", f"splits.valid.depths.0.{name}", "4.4") for name in ("k", "ce", "norm", "bits_per_byte")]
-WRONG += [("audit.json", *each) for each in (("verdict", 1), ("loops", "x"), ("loops.3", 7), ("loops.3.scale", [1.0]))]
-WRONG += [("audit.json", *each) for each in (("variables.0.visibility", "x"), ("alpha_sweep.loops.0.ce.1", "x"))]
-WRONG += [("audit.json", *each) for each in (("interventions.0.delta_ce", "x"), ("interventions.0.name", 7))]
-WRONG += [("audit.json", *each) for each in (("loops.3.lemma_2", 7), ("loops.3.lemma_2.scale_missed", "x"))]
-WRONG += [("audit-untrained.json", "loops.3.scale_curvature", "x"), ("eval.json", "unigram_ce.valid", "6.0")]
-WRONG += [("audit.json", "loops.3.norm_quantiles", "x"), ("audit.json", "alpha_sweep", [])]
+WRONG = [("row.json", "state", "asleep"), ("eval.json", "splits.valid.depths.0.ce", "4.4")]
+WRONG += [("audit.json", "loops.3.scale", [1.0]), ("audit-untrained.json", "loops.3.lemma_2", 7)]
 
 
 def put(value, path: str, wrong) -> None:
