@@ -10,7 +10,7 @@ import pytest
 
 import loopscope as ls
 from loopscope.cli import main
-from loopscope.readings import read_run
+from loopscope.results.measures import read_run
 
 DOCS = (Path(__file__).parent.parent / "docs" / "json.md").read_text(encoding="utf-8")
 DESIGN = """

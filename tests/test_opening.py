@@ -15,8 +15,9 @@ from loopscope.config import load_config
 from loopscope.data.files import find_files
 from loopscope.data.tokenizers import read_tokenizer
 from loopscope.errors import LoopscopeError
-from loopscope.files import open_file, read_json, read_text, read_yaml
-from loopscope.results.run import read_metrics
+from loopscope.files import Problems, open_file, read_text, read_yaml
+from loopscope.results.record import read_record
+from loopscope.results.run import RowRecord, read_metrics
 
 
 def special(folder: Path, kind: str) -> Path:
@@ -62,8 +63,12 @@ def test_text_is_read_from_regular_files_only(kind, tmp_path):
         find_files(str(special(tmp_path, kind)), "text")
 
 
+def read_row(path: Path, problems: Problems) -> RowRecord | None:
+    return read_record(path, RowRecord, problems)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("read", [read_json, read_metrics, read_yaml])
+@pytest.mark.parametrize("read", [read_row, read_metrics, read_yaml])
 def test_readers_of_run_folders_leave_it_out_with_a_sentence(read, kind, tmp_path):
     problems: dict[str, str] = {}
     assert not read(special(tmp_path, kind), problems)

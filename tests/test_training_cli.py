@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from loopscope.cli import main
-from loopscope.readings import read_run
+from loopscope.results.measures import read_run
 from loopscope.results.record import as_json
 from loopscope.results.run import LoggedEvent
 from loopscope.runs import RunFolder

@@ -2,8 +2,7 @@
 
 Every file that somebody names is opened by `open_file`, which refuses what is not a regular file: a pipe would be
 waited for without end, and a device has none. No file takes long either: what would is refused before it is built.
-Beyond those two, nothing here raises for what a file says. Numbers that are not finite are None from here on. Whether
-a problem is told beside the rest or ends a command, the caller decides.
+Whether a problem with a file is told beside the rest or ends a command, the caller decides.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 import yaml
 
@@ -42,16 +39,9 @@ MOST_CHARACTERS = 4000
 """Of a text; what is beyond is not shown."""
 MOST_NESTED = 3
 """Lists inside lists that are shown."""
-MOST_MISFITS = 1000
-"""Values of the wrong kind that are counted in one file."""
-MOST_NAME = 40
-"""Characters of a name in the place of a misfit; a hostile one may have millions."""
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml where PyYAML was built with it: ten times as fast."""
-
-
-T = TypeVar("T")
 
 NOT_FILES: dict[Callable[[int], bool], str] = {
     stat.S_ISDIR: "a folder",
@@ -110,22 +100,6 @@ def check_regular(path: Path, mode: int) -> None:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def number(value: object) -> float | None:
-    """A finite number, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
-
-
-def integer(value: object) -> int | None:
-    """A whole number, or None for anything else."""
-    found = number(value)
-    return int(found) if found is not None and found == int(found) else None
-
-
 def words(value: object) -> str:
     """A text or number as text, and nothing for anything else."""
     if value is None or isinstance(value, list | dict):
@@ -147,11 +121,6 @@ def setting(value: object, levels: int = MOST_NESTED) -> str:
     return words(value)
 
 
-def mapping(value: object) -> dict[str, Any]:
-    """A mapping with names as texts; empty for anything else."""
-    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
-
-
 def without_nan(value: Any) -> Any:
     """JSON has no NaN and no infinity: null instead, at any depth. Half a surrogate pair is no text: "?" instead."""
     if isinstance(value, dict):
@@ -163,197 +132,8 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass(frozen=True)
-class Part:
-    """An object of a file, taken apart name by name.
-
-    What is absent, null or not finite is a gap. What is there and of another kind than asked for is a gap too, and a
-    misfit: its place is noted, so that whoever reads can show the rest of the file or refuse the whole.
-    """
-
-    values: dict[str, Any]
-    place: str = ""
-    misfits: list[str] = field(default_factory=list)
-    """Places of misfits, shared by all parts of a file."""
-
-    def number(self, name: str) -> float | None:
-        """A finite number."""
-        return self._number(self.values.get(name), name)
-
-    def numbers(self, name: str) -> list[float | None]:
-        """Finite numbers, with gaps between."""
-        return [self._number(item, f"{name}[{n}]") for n, item in enumerate(self._list(name))]
-
-    def integer(self, name: str) -> int | None:
-        """A whole number."""
-        found = self.number(name)
-        if found is not None and found != int(found):
-            self._misfit(name)
-            return None
-        return None if found is None else int(found)
-
-    def integers(self, name: str) -> list[int]:
-        """Whole numbers, without gaps."""
-        found = [(item, integer(item)) for item in self._list(name)]
-        for item, value in found:
-            if value is None and not _is_gap(item):
-                self._misfit(name)
-        return [value for _, value in found if value is not None]
-
-    def flag(self, name: str) -> bool | None:
-        """True or false."""
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, bool):
-            self._misfit(name)
-            return None
-        return value
-
-    def text(self, name: str) -> str:
-        """A text; empty where there is none."""
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, str):
-            self._misfit(name)
-            return ""
-        return words(value)
-
-    def texts(self, name: str) -> list[str]:
-        """Texts, without gaps."""
-        found = self._list(name)
-        if not all(isinstance(item, str) for item in found):
-            self._misfit(name)
-        return [words(item) for item in found if isinstance(item, str)]
-
-    def choice(self, name: str, allowed: Collection[str]) -> str:
-        """One of some words; empty where there is none."""
-        found = self.text(name)
-        if found and found not in allowed:
-            self._misfit(name)
-        return found if found in allowed else ""
-
-    def named_numbers(self, name: str) -> dict[str, float]:
-        """The finite numbers of a mapping from names to numbers."""
-        inside = self.part(name)
-        found = {key: inside.number(key) for key in inside.values}
-        return {key: value for key, value in found.items() if value is not None}
-
-    def text_lists(self, name: str) -> list[list[str]]:
-        """Lists of texts in a list."""
-        inside = Part({f"{name}[{n}]": item for n, item in enumerate(self._list(name))}, self.place, self.misfits)
-        return [inside.texts(key) for key in inside.values]
-
-    def part(self, name: str) -> Part:
-        """An object inside; an empty one where there is none."""
-        return self._part(self.values.get(name), name)
-
-    def parts(self, name: str) -> list[Part]:
-        """The objects of a list."""
-        found = [(self._part(item, f"{name}[{n}]"), item) for n, item in enumerate(self._list(name))]
-        return [part for part, item in found if isinstance(item, dict)]
-
-    def named_parts(self, name: str) -> dict[str, Part]:
-        """The objects of a mapping from names to objects."""
-        inside = self.part(name)
-        found = {key: inside._part(value, key) for key, value in inside.values.items()}
-        return {key: part for key, part in found.items() if isinstance(inside.values[key], dict)}
-
-    def by_number(self, name: str) -> dict[int, Part]:
-        """The objects of a list by their whole number k, in its order; of two with the same number the last counts."""
-        found = {k: part for part in self.parts(name) if (k := part.integer("k")) is not None}
-        return dict(sorted(found.items()))
-
-    def as_a(self, kind: Callable[..., T], **given: Any) -> T:
-        """A dataclass made of this object: what is not given is read by its name and its annotation."""
-        asked = {name: hint for name, hint in _annotations(kind).items() if name not in given}
-        return kind(**{name: KINDS[hint](self, name) for name, hint in asked.items()}, **given)
-
-    def _list(self, name: str) -> list[Any]:
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, list):
-            self._misfit(name)
-        return value if isinstance(value, list) else []
-
-    def _part(self, value: object, name: str) -> Part:
-        if value is not None and not isinstance(value, dict):
-            self._misfit(name)
-        return Part(mapping(value), self._at(name), self.misfits)
-
-    def _number(self, value: object, name: str) -> float | None:
-        found = number(value)
-        if found is None and not _is_gap(value):
-            self._misfit(name)
-        return found
-
-    def _misfit(self, name: str) -> None:
-        if len(self.misfits) < MOST_MISFITS:
-            self.misfits.append(self._at(name))
-
-    def _at(self, name: str) -> str:
-        return ".".join(filter(None, (self.place, words(name)[:MOST_NAME])))
-
-
-KINDS: dict[Any, Callable[[Part, str], Any]] = {
-    float | None: Part.number,
-    int | None: Part.integer,
-    bool | None: Part.flag,
-    str: Part.text,
-    str | None: lambda part, name: part.text(name) or None,
-    list[float | None]: Part.numbers,
-    list[str]: Part.texts,
-    list[list[str]]: Part.text_lists,
-    dict[str, float]: Part.named_numbers,
-    dict[str, Any]: lambda part, name: part.part(name).values,
-}
-"""How a field of a dataclass is read, by its annotation."""
-
-
-@cache
-def _annotations(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _is_gap(value: object) -> bool:
-    """Whether no number is what a number may be: absent, not finite, or larger than a float holds."""
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
 Problems = dict[str, str]
 """What is wrong with files, by their names: "eval.json" → "is not valid JSON and is left out"."""
-
-
-def read_as(path: Path, take: Callable[[Part], T], problems: Problems) -> T | None:
-    """What `take` makes of the object in a JSON file; None where there is none, which is no problem by itself."""
-    found = read_json(path, problems)
-    if found is None:
-        return None
-    part = Part(found)
-    taken = take(part)
-    note_misfits(path.name, part.misfits, problems)
-    return taken
-
-
-def note_misfits(name: str, misfits: Sequence[str], problems: Problems) -> None:
-    """Add to what is wrong with a file how many of its values are misfits, and where the first is."""
-    if misfits:
-        count = f"{'at least ' if len(misfits) >= MOST_MISFITS else ''}{len(misfits)}"
-        values = "value" if len(misfits) == 1 else "values"
-        told = f"has {count} {values} of the wrong kind, left out; the first is {misfits[0]}"
-        problems[name] = f"{problems[name]}; it {told}" if name in problems else told
-
-
-def read_json(path: Path, problems: Problems) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none, with a problem where there is one that cannot be read."""
-    text = _text(path, MOST_JSON_BYTES, problems)
-    if text is None:
-        return None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):  # ValueError: also a whole number of more digits than Python reads
-        problems[path.name] = "is not valid JSON and is left out"
-        return None
-    if not isinstance(found, dict):
-        problems[path.name] = "does not hold an object and is left out"
-        return None
-    return found
 
 
 def read_yaml(path: Path, problems: Problems) -> dict[str, Any] | None:
@@ -372,7 +152,7 @@ def read_yaml(path: Path, problems: Problems) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         problems[path.name] = "does not hold a mapping and is left out"
         return None
-    return mapping(found)
+    return {str(name): value for name, value in found.items()}
 
 
 class TrickError(ValueError):

@@ -17,7 +17,7 @@ import pytest
 from damage import HOSTILE, damaged
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from report_samples import write_reproduction
+from made_up import write_reproduction
 
 import loopscope.results
 from loopscope.results.evaluation import Evaluation

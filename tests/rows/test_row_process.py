@@ -15,7 +15,7 @@ import pytest
 from loopscope.config import Config, DataConfig, ModelConfig, TrainingConfig
 from loopscope.errors import NotFiniteError
 from loopscope.files import write_json
-from loopscope.readings import read_run
+from loopscope.results.measures import read_run
 from loopscope.results.run import RowRecord
 from loopscope.rows.grid import Request, lay_out
 from loopscope.rows.ledger import is_audited, is_calibrated, is_complete, is_evaluated

@@ -28,8 +28,8 @@ from loopscope.cli.report import Report
 from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedError
 from loopscope.files import read_yaml
 from loopscope.options import PushOptions
-from loopscope.readings import exit_failure, final_norm
 from loopscope.results.audit import Motion, Push, PushResult, Recipe, TokenMotion
+from loopscope.results.measures import exit_failure, final_norm
 from loopscope.results.record import load_record, write_record
 from loopscope.results.run import Manifest
 from loopscope.show import page as build

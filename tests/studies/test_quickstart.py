@@ -10,7 +10,7 @@ import pytest
 from made_up import write_made_up_grid, write_row
 
 from loopscope.cli import main
-from loopscope.readings import Run
+from loopscope.results.measures import Run
 from loopscope.results.thresholds import CLEAR
 from loopscope.rows.conditions import CONDITIONS, CORE
 from loopscope.show.verdict import verdict_on

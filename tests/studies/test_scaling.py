@@ -14,7 +14,7 @@ from loopscope.cli import main
 from loopscope.config import Config, ModelConfig, TrainingConfig
 from loopscope.errors import DataError
 from loopscope.model.looped_lm import build
-from loopscope.readings import read_run
+from loopscope.results.measures import read_run
 from loopscope.results.record import text_of
 from loopscope.results.scaling import Fit, Point
 from loopscope.studies import scaling as scaling_module

@@ -15,7 +15,7 @@ import pytest
 from made_up import eval_row, event_row, row_config, write_made_up_grid, write_row
 
 from loopscope.errors import LoopscopeError, RunError
-from loopscope.readings import read_run
+from loopscope.results.measures import read_run
 from loopscope.runs import RunFolder
 from loopscope.show.table import Table
 from loopscope.show.verdict import verdict_on

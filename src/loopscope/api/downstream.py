@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,6 @@ from loopscope.config import MOST_LOOPS
 from loopscope.data.corpora import SEPARATOR
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError, RunError, UnsupportedError
-from loopscope.files import number as finite
 from loopscope.protocol import LinearReadout, run_loops
 from loopscope.results.evaluation import TaskDepth, TaskEvaluation, TaskMetric
 from loopscope.targets import Opened, open_target
@@ -292,3 +292,10 @@ def _by_metric(found: Mapping[int, Mapping[str, Any]]) -> list[TaskMetric]:
 
 def _line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:400]
+
+
+def finite(value: object) -> float | None:
+    """A finite number, or None for anything else that a harness may give: "N/A", a text, NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None

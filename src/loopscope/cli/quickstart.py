@@ -16,8 +16,8 @@ from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, UnsupportedErr
 from loopscope.show.table import Column, Table, columns
 
 if TYPE_CHECKING:
-    from loopscope.readings import Run
     from loopscope.results.evaluation import Depth
+    from loopscope.results.measures import Run
     from loopscope.rows.backends import Backend
     from loopscope.studies.results import Results
 

@@ -26,7 +26,6 @@ from loopscope.errors import ConfigError, RunError
 from loopscope.files import (
     MOST_CHARACTERS,
     MOST_JSON_BYTES,
-    Part,
     Problems,
     read_bytes,
     read_limited,
@@ -106,14 +105,6 @@ def record_in(value: object, kind: type[T]) -> T | None:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         return None
-
-
-def of_part(part: Part, kind: type[T]) -> T | None:
-    """The record in a part of a file that is not a record itself; None, and a misfit, where it is none."""
-    found = record_in(part.values, kind)
-    if found is None:
-        part.misfits.append(part.place)
-    return found
 
 
 def write_record(path: Path, record: Record) -> None:

@@ -18,6 +18,7 @@ Shape legend: K loops, N tokens, D width, B rows, T tokens of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, get_args
@@ -30,7 +31,6 @@ from loopscope.api.calibration import calibrate
 from loopscope.api.text import Say, tokens_for
 from loopscope.data.corpora import Split
 from loopscope.data.stream import evaluation_batches
-from loopscope.files import number as finite
 from loopscope.inference.decoding import device_of
 from loopscope.inference.rules import Look, Rule
 from loopscope.objectives.cross_entropy import IGNORE_INDEX
@@ -215,7 +215,9 @@ def saturation(gate: LinearGate, found: Examples) -> tuple[GatedLoop, ...]:
     """Where a gate saturates, |logit| ≥ `SATURATED_LOGIT`: loop by loop, with the length of the state that it reads."""
     told = []
     for k, h_ND in enumerate(found.h_KND, start=1):
-        size_N, norm = gate.logits(h_ND).abs(), float(h_ND.norm(dim=-1).mean())
+        size_N = gate.logits(h_ND).abs()
+        means = (float(each_N.mean()) for each_N in (h_ND.norm(dim=-1), size_N))
+        norm, logit = (mean if math.isfinite(mean) else None for mean in means)
         share = float((size_N >= SATURATED_LOGIT).float().mean())
-        told.append(GatedLoop(k=k, norm=finite(norm), logit=finite(float(size_N.mean())), saturated=share))
+        told.append(GatedLoop(k=k, norm=norm, logit=logit, saturated=share))
     return tuple(told)

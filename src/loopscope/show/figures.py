@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from loopscope.readings import Run, exit_failure, final_norm
+from loopscope.results.measures import Run, exit_failure, final_norm
 from loopscope.results.thresholds import CHANCE, HIDDEN_SHARE, LINEAR_BELOW, SATURATED_LOGIT
 from loopscope.show.chart import Axis, Chart, Level
 from loopscope.show.grouping import Group

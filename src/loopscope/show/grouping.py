@@ -9,7 +9,7 @@ from typing import Any
 
 from loopscope.config import changes_learning, config_to_dict
 from loopscope.files import setting
-from loopscope.readings import Run
+from loopscope.results.measures import Run
 from loopscope.rows.conditions import CONDITIONS, FACTORS, RECIPES
 from loopscope.show.numbers import ABSENT
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loopscope.errors import RunError
-from loopscope.readings import Run, read_run
+from loopscope.results.measures import Run, read_run
 from loopscope.results.reproduction import Reproduction, read_reproduction
 
 RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "row.json")

@@ -11,8 +11,8 @@ from pathlib import PurePath
 
 from loopscope.config import config_to_yaml
 from loopscope.files import setting, words
-from loopscope.readings import Run
 from loopscope.results.audit import AuditResult, Push, Variable
+from loopscope.results.measures import Run
 from loopscope.results.reproduction import FAILS, HOLDS, Judgement, Measured, Reproduction
 from loopscope.results.run import LoggedEvent
 from loopscope.show import sentences

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from loopscope.readings import Run, alpha_changes, shares_by_loop
 from loopscope.results.audit import AuditedLoop
 from loopscope.results.evaluation import Depth, Split
+from loopscope.results.measures import Run, alpha_changes, shares_by_loop
 from loopscope.results.run import LoggedStep
 from loopscope.show.chart import Series, Style
 from loopscope.show.grouping import Group

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loopscope.readings import (
+from loopscope.results.audit import Variable
+from loopscope.results.measures import (
     Run,
     exit_failure,
     final_norm,
     hides_scale,
 )
-from loopscope.results.audit import Variable
 from loopscope.results.reproduction import TOO_EARLY, Reproduction
 from loopscope.results.thresholds import CLEAR, FURTHEST
 from loopscope.show.grouping import Group, group_runs

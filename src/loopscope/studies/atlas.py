@@ -25,7 +25,6 @@ from loopscope.errors import ConfigError, LoopscopeError, RunError, suggest
 from loopscope.machine import provenance
 from loopscope.options import written
 from loopscope.presets import preset
-from loopscope.readings import Run, read_run
 from loopscope.results.atlas import (
     ATLAS,
     FAR,
@@ -45,6 +44,7 @@ from loopscope.results.atlas import (
     Setting,
 )
 from loopscope.results.audit import AuditResult
+from loopscope.results.measures import Run, read_run
 from loopscope.results.record import load_record, read_record, write_record
 from loopscope.rows.conditions import Recipe, apply_recipe
 from loopscope.rows.spec import Layout, RowSpec, Say, in_steps, locked

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from loopscope.readings import unigram_gain
+from loopscope.results.measures import unigram_gain
 from loopscope.results.reproduction import (
     FAILS,
     HOLDS,

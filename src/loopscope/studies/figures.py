@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from loopscope.readings import (
+from loopscope.results.audit import AuditedLoop, Variable
+from loopscope.results.measures import (
     Measure,
     Run,
     alpha_changes,
@@ -18,7 +19,6 @@ from loopscope.readings import (
     final_norm,
     perplexity_at,
 )
-from loopscope.results.audit import AuditedLoop, Variable
 from loopscope.results.ouro import AS_IT_IS, FROZEN, READOUTS, REMOVED, LoopStates, OuroRecord, ReadoutKind
 from loopscope.results.scaling import ScalingRecord
 from loopscope.results.thresholds import LINEAR_BELOW, SATURATED_LOGIT

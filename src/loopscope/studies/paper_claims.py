@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from loopscope.readings import (
+from loopscope.results.audit import AuditedLoop
+from loopscope.results.evaluation import SPLITS
+from loopscope.results.measures import (
     Run,
     alpha_range,
     difference,
@@ -24,8 +26,6 @@ from loopscope.readings import (
     perplexity_at,
     radial_clamps,
 )
-from loopscope.results.audit import AuditedLoop
-from loopscope.results.evaluation import SPLITS
 from loopscope.results.reproduction import ClaimsRecord, PaperValue
 from loopscope.results.thresholds import CLEAR, FLAT, LINEAR_BELOW, SHARP
 from loopscope.studies.claims import RESAMPLES, Bound, Claim, Evidence, Quantity, bootstrap

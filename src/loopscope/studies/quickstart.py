@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loopscope.readings import Run, final_norm
+from loopscope.results.measures import Run, final_norm
 from loopscope.results.thresholds import CLEAR
 from loopscope.rows.conditions import CONDITIONS, CORE
 from loopscope.rows.grid import Request

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from loopscope.errors import RunError
-from loopscope.readings import Measure, Run, read_run
+from loopscope.results.measures import Measure, Run, read_run
 from loopscope.results.reproduction import GridRecord
 from loopscope.rows.conditions import CONDITIONS, Recipe
 from loopscope.rows.grid import read_grid

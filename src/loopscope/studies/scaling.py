@@ -33,7 +33,7 @@ from loopscope.errors import ConfigError, DataError
 from loopscope.model.attention import ValueEmbedding
 from loopscope.model.looped_lm import LoopedLM, build
 from loopscope.options import ScalingOptions, chosen
-from loopscope.readings import Run
+from loopscope.results.measures import Run
 from loopscope.results.scaling import MOST_AT_BOUND, WIDE, Fit, Law, Point, ScalingRecord, TestTime, Worth
 from loopscope.training.counting import PARTS, parameters_by_part
 

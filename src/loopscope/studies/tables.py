@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from loopscope.config import changes_learning, config_to_dict
-from loopscope.readings import (
+from loopscope.results.audit import AuditedLoop, AuditResult
+from loopscope.results.measures import (
     Measure,
     Run,
     exit_failure,
@@ -23,7 +24,6 @@ from loopscope.readings import (
     perplexity_at,
     radial_clamps,
 )
-from loopscope.results.audit import AuditedLoop, AuditResult
 from loopscope.results.reproduction import (
     FAILS,
     HOLDS,

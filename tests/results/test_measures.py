@@ -1,20 +1,16 @@
-"""The one reader: what is written is read back, what is damaged is a gap and a sentence, and nothing is a traceback."""
+"""A run as its files tell it, and the measures that are taken from it."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from made_up import eval_row, made_up_audit, made_up_eval, train_row, write_row
 
-from loopscope.files import Part, read_json, without_nan, write_json
-from loopscope.readings import (
-    Run,
+from loopscope.files import without_nan, write_json
+from loopscope.results.measures import (
     alpha_changes,
     alpha_range,
     exit_failure,
@@ -24,9 +20,7 @@ from loopscope.readings import (
     read_run,
     shares_by_loop,
 )
-from loopscope.results.audit import AuditResult
 from loopscope.results.record import as_json
-from loopscope.results.run import read_metrics
 from loopscope.runs import RunFolder
 
 
@@ -86,59 +80,7 @@ def test_an_alpha_sweep_with_a_gap_has_changes_and_no_range(row):
     assert alpha_range(run) is None and len(alpha_changes(run)) == 4 and run.problems == {}
 
 
-def test_a_misfit_is_counted_with_its_place_and_a_gap_is_not():
-    part = Part({"a": "x", "b": None, "c": float("nan"), "d": 10**400, "e": True, "f": {"g": [1, "x", {}]}})
-    assert [part.number(name) for name in "abcde"] == [None] * 5
-    assert part.part("f").numbers("g") == [1.0, None, None] and part.text("a") == "x" and part.text("e") == ""
-    assert part.misfits == ["a", "e", "f.g[1]", "f.g[2]", "e"]
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path, make):
-    problems: dict[str, str] = {}
-    for name in ("audit.json", "metrics.jsonl"):
-        make(tmp_path / name)
-    assert read_json(tmp_path / "audit.json", problems) is None
-    assert read_metrics(tmp_path / "metrics.jsonl", problems) == []
-    assert problems == dict.fromkeys(("audit.json", "metrics.jsonl"), "is not a regular file and is left out")
-
-
 def test_json_is_written_without_nan(tmp_path):
     write_json(tmp_path / "x.json", {"a": [float("nan"), 1.0], "b": {"c": float("-inf")}, "d": (1, 2)})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": [None, 1.0], "b": {"c": None}, "d": [1, 2]}
     assert without_nan("NaN") == "NaN"
-
-
-def places(value: object, at: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Where every value inside a value is."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [at, *(place for key, item in inside for place in places(item, (*at, key)))]
-
-
-# No subnormal numbers: after a test that trained in this process, the processor flushes them.
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats(allow_subnormal=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-@given(data=st.data(), wrong=ANYTHING)
-def test_anything_anywhere_in_a_file_leaves_a_run_whose_measures_can_be_asked_for(row, data, wrong):
-    name = data.draw(st.sampled_from(["eval.json", "audit.json", "row.json", "manifest.json"]))
-    path = row / name
-    before = path.read_text()
-    content = json.loads(before)
-    *way, last = data.draw(st.sampled_from([place for place in places(content) if place]))
-    inside = content
-    for key in way:
-        inside = inside[key]
-    inside[last] = wrong
-    path.write_text(json.dumps(content))
-    run = read_run(row, "row")
-    path.write_text(before)
-    assert isinstance(run, Run) and set(run.problems) <= {name}
-    for value in (final_norm(run), exit_failure(run), alpha_range(run), *alpha_changes(run).values()):
-        assert value is None or value == value
-    assert isinstance(run.audit, AuditResult | None) and run.state_in_words and run.num_loops == 4
