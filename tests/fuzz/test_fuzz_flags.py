@@ -88,6 +88,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
         "downstream",
     ):
         importlib.import_module(f"loopscope.api.{name}")  # what is first imported later would keep a stub for good
+    importlib.import_module("matplotlib.font_manager")  # asks a process for fonts where it remembers none
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("LOOPSCOPE_CACHE", str(folder / "cache"))
