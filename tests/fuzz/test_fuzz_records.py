@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from made_up import write_reproduction
 
 import loopscope.results
+from loopscope.errors import ConfigError
 from loopscope.results.evaluation import Evaluation
 from loopscope.results.halting import CalibratedHalting, Calibration
 from loopscope.results.record import MisfitError, Record, decode, encode
@@ -49,7 +50,7 @@ def sound(draw, part):
     drawn = {field.name: values(hints[field.name]) for field in fields(part) if field.init}
     try:
         return draw(st.builds(part, **drawn))
-    except ValueError:
+    except (ValueError, ConfigError):
         reject()
 
 
