@@ -259,10 +259,6 @@ def make_grid(folder: Path) -> None:
     write_reproduction(folder / "grid", {"per-loop+rmsnorm": 1, "per-loop+raw": 1})
 
 
-def grid_page(folder: Path) -> str:
-    return build_report([folder / "grid"]).html
-
-
 def results(folder: Path) -> list[str]:
     """Claims and tables, as `reproduce --rebuild` makes them."""
     found = read_results(folder / "grid")
@@ -573,13 +569,11 @@ def _readers() -> Iterable[Reader]:
         yield Reader("resume, forged", f"run/{STEP}/{file}", make_run, resume, same_form, correct_sums)
     for file in (f"{STEP}/state.json", shard_of()):
         yield Reader("resume of shards, forged", f"run/{file}", make_sharded, resume, same_form, correct_sums)
-    for file in ("config.yaml", "metrics.jsonl", "eval.json", "audit.json", "calibration.json"):
+    for file in ("config.yaml", "metrics.jsonl"):
         yield Reader("page", f"run/{file}", make_run, page, is_a_page)
     yield Reader("metrics", "run/metrics.jsonl", make_run, metrics, metrics_kept)
     for file in ("metrics.jsonl", "row.json", "log.txt"):
         yield Reader("ledger", f"run/{file}", make_run, ledger, a_state)
-    for file in ("grid.json", "claims.json"):
-        yield Reader("page of a grid", f"grid/{file}", make_grid, grid_page, is_a_page)
     for file in ("grid.json", *(f"rows/{ROW}/{name}.json" for name in ("row", "audit", "halting"))):
         yield Reader("claims and tables", f"grid/{file}", make_grid, results, tables_of_text)
     yield Reader("claims and tables", f"grid/rows/{ROW}/config.yaml", make_grid, results, tables_of_text)

@@ -26,7 +26,7 @@ from loopscope.errors import LoopscopeError
 FEWEST_CASES = 3000
 MOST_MIB = 300
 """By which resident memory may rise above what is in use; the largest file of a case has a megabyte."""
-SLOW = ("page", "page of a grid", "page of an atlas", "claims and tables", "Huginn folder", "Parcae folder")
+SLOW = ("page", "page of an atlas", "claims and tables", "Huginn folder", "Parcae folder")
 """Readers that take tens of milliseconds, or read as another one does: a third of the corpus has to do."""
 READ_FROM = {(reader.name, reader.file): reader for reader in READERS}
 

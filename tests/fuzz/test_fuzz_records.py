@@ -21,6 +21,7 @@ from made_up import write_reproduction
 
 import loopscope.results
 from loopscope.errors import ConfigError
+from loopscope.results.audit import AuditResult
 from loopscope.results.evaluation import Evaluation
 from loopscope.results.halting import CalibratedHalting, Calibration
 from loopscope.results.record import MisfitError, Record, decode, encode
@@ -116,7 +117,7 @@ def test_a_hostile_file_is_one_sentence_or_a_record(kind):
 
 OF_A_ROW = {
     "eval.json": Evaluation, "manifest.json": Manifest, "row.json": RowRecord, "halting.json": CalibratedHalting,
-    "calibration.json": Calibration,
+    "calibration.json": Calibration, "audit.json": AuditResult,
 }  # fmt: skip
 OF_A_GRID = {"grid.json": GridRecord, "claims.json": ClaimsRecord}
 

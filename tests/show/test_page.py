@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from made_up import claims, quantity, sample_calibration, sample_certificate, write_reproduction, write_run
 from markupsafe import Markup
 
@@ -347,39 +345,6 @@ def test_a_file_that_is_huge_is_not_read(make_run, monkeypatch):
     text = text_of(folder)
     assert "eval.json is larger than 4 MB and is left out" in text
     assert "metrics.jsonl is larger than 1 kB and is left out" in text
-
-
-KEYS = ["kind", "step", "ce", "norm", "k", "depths", "splits", "valid", "loops", "alpha_sweep", "alphas", "verdict"]
-KEYS += ["free_range", "free_tokens", "drift", "driven", "push", "pushes", "growth", "paid", "far"]
-KEYS += ["variables", "name", "remedy", "flag", "blind_directions", "named", "checks", "notes", "claims", "quantities"]
-KEYS += ["seeds", "seed", "value", "paper", "recipes", "differences", "commands", "command", "versions", "data", "git"]
-KEYS += ["choices", "state", "error", "seconds", "events", "model", "objective", "training", "num_loops", "width"]
-KEYS += ["placement", "readout", "norm_penalty", "inter_loop_norm", "radial_gradient_share", "scale", "throughput"]
-# No subnormal numbers: after a test that trained in this process, the processor flushes them.
-LEAVES = st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats(allow_subnormal=False) | st.text(max_size=5)
-LEAVES |= st.sampled_from(["train", "eval", "event", "failed", "blind-spot", "holds"])
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=6),
-    max_leaves=20,
-)
-FILES = ["config", "manifest", "eval", "audit", "row", "grid", "claims"]
-OBJECTS = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=8)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
-@given(files=st.fixed_dictionaries(dict.fromkeys(FILES, OBJECTS)), metrics=st.lists(OBJECTS, max_size=6))
-def test_no_content_of_any_file_stops_the_page(tmp_path, files, metrics):
-    row = tmp_path / "grid" / "rows" / "row"
-    row.mkdir(parents=True, exist_ok=True)
-    for name in ("config", "manifest", "eval", "audit", "row"):
-        (row / f"{name}.{'yaml' if name == 'config' else 'json'}").write_text(json.dumps(files[name]))
-    for name in ("grid", "claims"):
-        (tmp_path / "grid" / f"{name}.json").write_text(json.dumps(files[name]))
-    (row / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    page = build_report([tmp_path / "grid"])
-    names = [attributes["data-chart"] for _, attributes in Elements(page.html).found if "data-chart" in attributes]
-    assert page.num_runs == 1 and list(charts_of(tmp_path / "grid")) == names
 
 
 # --- what is read ----------------------------------------------------------------------------------------------------
