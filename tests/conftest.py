@@ -18,10 +18,17 @@ from loopscope.machine import limit_cpu_isa
 limit_cpu_isa()  # before torch's first product; processes that tests start inherit it
 
 LONGEST_FIRST = (
-    *("rows/test_backends.py", "training/test_distributed.py", "studies/test_quickstart.py"),
-    *("test_reproduce_cli.py", "auditing/test_planted.py", "auditing/test_search.py", "test_training_cli.py"),
-    *("training/test_trainer.py", "studies/test_tables.py", "studies/test_claims.py", "show/test_page.py"),
-    *("show/test_browser.py", "test_examples.py", "fuzz/test_fuzz_files.py", "fuzz/test_fuzz_flags.py"),
+    *("fuzz/test_fuzz_files.py", "studies/test_quickstart.py", "training/test_distributed.py", "rows/test_backends.py"),
+    *("test_examples.py", "fuzz/test_fuzz_flags.py", "api/test_calibrate.py", "test_reproduce_cli.py"),
+    *(
+        "test_docs.py",
+        "auditing/test_planted.py",
+        "test_audit_cli.py",
+        "test_training_cli.py",
+        "studies/test_claims.py",
+    ),
+    *("auditing/test_search.py", "studies/test_tables.py", "training/test_trainer.py", "api/test_downstream.py"),
+    *("api/test_published.py", "show/test_browser.py", "show/test_page.py"),
 )
 """Files that take more than about 20 seconds. A worker takes one file at a time (`make test`), so that a long one which
 is started last leaves the other workers idle; xdist's own order, most tests first, does just that."""
