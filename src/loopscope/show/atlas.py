@@ -16,7 +16,7 @@ from loopscope.results.atlas import FAR, AtlasRecord, Audited, Described, Entry,
 from loopscope.results.thresholds import FURTHEST, TENFOLD
 from loopscope.show import sentences
 from loopscope.show.chart import Axis, Chart, Level, Series, Style
-from loopscope.show.numbers import fold, plain, signed, sparkline
+from loopscope.show.numbers import fold, plain, signed, span, sparkline
 from loopscope.show.page import drawings, framed
 from loopscope.show.table import Column, Table, columns
 from loopscope.studies.atlas import collect
@@ -256,7 +256,7 @@ def _mends_table(entry: Entry) -> Table:
     gap = entry.probe.exit_gap if entry.probe else None
     rows = []
     for mend in gap.mends if gap else ():
-        share = None if mend.share is None else f"{mend.share:.0%} [{mend.low or 0:.0%}, {mend.high or 0:.0%}]"
+        share = None if mend.share is None else f"{mend.share:.0%} {span(mend.low, mend.high, '.0%')}"
         rows.append([mend.name, share])
     return Table("What a better reading would mend", ["map", "of the gap that it mends"], rows)
 
