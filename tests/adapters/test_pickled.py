@@ -6,7 +6,10 @@ import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from checkpoints import OURO, PAPER, PARCAE, VOCABULARY, ouro_tensors, paper_ten
 from safetensors.torch import load_file
 
 import loopscope as ls
-from loopscope.adapters import pickled
+from loopscope.adapters import pickled, unpickling
 from loopscope.adapters.pickled import convert_pickle
 from loopscope.cli import main
 from loopscope.errors import LoopscopeError
@@ -36,6 +39,35 @@ def paper_file(path, **more):
         path,
     )
     return path
+
+
+@pytest.fixture
+def forked(monkeypatch) -> None:
+    """The reader comes out of this process, with the torch that is here: importing it costs more than all that is read.
+
+    For what a file holds; what it may not do is tested on the process that users start.
+    """
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        reading, writing = os.pipe()
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                sys.argv, sys.stdout = command[2:], os.fdopen(writing, "w")
+                unpickling.main()
+                code = 0
+            except SystemExit as ended:
+                code = ended.code
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            said = pipe.read()
+        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said, "")
+
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "TimeoutExpired")}
+    monkeypatch.setattr(pickled, "subprocess", SimpleNamespace(run=run, **names))
 
 
 def test_a_checkpoint_of_the_paper_becomes_a_folder_that_opens(tmp_path, capsys):
@@ -128,7 +160,7 @@ def test_a_file_that_inflates_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_a_truncated_file_is_refused(tmp_path, share):
+def test_a_truncated_file_is_refused(tmp_path, share, forked):
     whole = paper_file(tmp_path / "paper.pt").read_bytes()
     (tmp_path / "paper.pt").write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(LoopscopeError, match="is not taken"):
@@ -159,14 +191,14 @@ def test_a_reader_that_does_not_come_back_is_ended(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_what_is_no_checkpoint_that_we_know_is_told(tmp_path, content, sentence):
+def test_what_is_no_checkpoint_that_we_know_is_told(tmp_path, content, sentence, forked):
     torch.save(content, tmp_path / "file.pt")
     with pytest.raises(LoopscopeError, match=sentence):
         convert_pickle(tmp_path / "file.pt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_say_what_the_file_does_not(tmp_path):
+def test_settings_say_what_the_file_does_not(tmp_path, forked):
     config = {**PAPER, "readout": "final-only", "inter_loop_norm": True}
     torch.save({"model_state": paper_tensors(config)}, tmp_path / "file.pt")
     more = {"readout": "final-only", "inter_loop_norm": "true", "placement": "terminal"}
