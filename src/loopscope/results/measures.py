@@ -1,6 +1,6 @@
 """A run as its files tell it, and every measure that is taken from them: claims, tables, figures and pages share both.
 
-Nothing here raises for what a file says: what cannot be used is a gap, and a sentence in `Run.problems`. No torch here.
+Nothing here raises for what a file says: one that is not right is left out, with a sentence in `Run.problems`.
 """
 
 from __future__ import annotations
