@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 from loopscope.cli import live, terminal
+from loopscope.results.run import LoggedStep
 
 
 def test_sentences_break_between_words_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
@@ -37,8 +38,8 @@ def test_the_live_view_is_at_the_step_of_the_run_not_of_the_last_logged_row():
     config = SimpleNamespace(training=training, sequence_length=8, model="somebody else's")
     trainer = SimpleNamespace(config=config, progress=SimpleNamespace(step=0))
     watch = live.Watch(trainer)
-    row = {"step": 10, "loss": 1.0, "lr": 0.1, "loops": [1], "ce": [1.0], "radial_gradient_share": [0.1], "norm": [1.0]}
+    row = LoggedStep(step=10, loss=1.0, lr=0.1, loops=[1], ce=[1.0], radial_gradient_share=[0.1], norm=[1.0])
     titles = []
     for trainer.progress.step in (10, 17):
-        titles.append(str(watch.table(row, None, []).title))
+        titles.append(watch.table(row, None, []).title)
     assert titles[0].startswith("step 10/100") and titles[1].startswith("step 17/100")

@@ -22,6 +22,8 @@ from loopscope.config import Config, DataConfig, ModelConfig, ObjectiveConfig, T
 from loopscope.data.tokenizers import bytes_tokenizer
 from loopscope.errors import ConfigError, LoopscopeError, RunError, UnsupportedError
 from loopscope.options import AuditOptions
+from loopscope.results.record import write_record
+from loopscope.show.sentences import summary
 
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
 
@@ -84,7 +86,7 @@ def logits(target: object, num_loops: int = 2) -> torch.Tensor:
 
 def test_a_run_comes_back_from_a_hugging_face_folder_bit_for_bit(run, tmp_path):
     audited = ls.audit(run, options=AuditOptions(states=2, prefix=6, tokens=48, rollout=5))
-    (run / "audit.json").write_text(json.dumps(audited.to_json()))
+    write_record(run / "audit.json", audited)
     ls.convert(run, tmp_path / "out")
     ls.convert(tmp_path / "out", tmp_path / "back", to="loopscope")
     before, after = tensors_of(run), tensors_of(tmp_path / "back")
@@ -252,14 +254,14 @@ def test_what_a_killed_conversion_left_is_cleared_away_by_the_next(run, tmp_path
 def test_the_card_tells_what_was_measured_and_the_hub_reads_it(run, tmp_path, text):
     hub = pytest.importorskip("huggingface_hub")
     audited = ls.audit(run, options=AuditOptions(states=2, prefix=6, tokens=48, rollout=5))
-    (run / "audit.json").write_text(json.dumps(audited.to_json()))
+    write_record(run / "audit.json", audited)
     ls.evaluate(run, max_tokens=128).keep()
     policy = {
         "schema_version": 1,
         "rule": "margin",
         "threshold": 2.5,
         "num_loops": 3,
-        "promise": {"max_ppl_increase": 0.01, "confidence": 0.95},
+        "promise": {"max_ppl_increase": 0.01, "confidence": 0.95, "units": 40},
         "test": {"mean_loops": 1.75, "ppl_increase": 0.004},
     }
     (run / "policy.json").write_text(json.dumps(policy))
@@ -268,7 +270,7 @@ def test_the_card_tells_what_was_measured_and_the_hub_reads_it(run, tmp_path, te
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     assert "loopscope" in card.data.tags
     page = card.text
-    assert f"**{audited.verdict}**" in page and audited.summary in page
+    assert f"**{audited.verdict}**" in page and summary(audited) in page
     for variable in audited.variables:
         assert f"| {variable.name} | {variable.verdict} |" in page
     ce = json.loads((run / "eval.json").read_text())["splits"]["valid"]["depths"][0]["ce"]
@@ -280,16 +282,17 @@ def test_the_card_tells_what_was_measured_and_the_hub_reads_it(run, tmp_path, te
 
 
 def test_results_of_other_weights_do_not_go_with_these(run, tmp_path):
-    (run / "audit.json").write_text(json.dumps({"schema_version": 1, "verdict": "controlled", "model": {"step": 2}}))
+    audited = ls.audit(run, options=AuditOptions(states=2, prefix=6, tokens=48, rollout=5))
+    write_record(run / "audit.json", replace(audited, model=replace(audited.model, step=2)))
     ls.convert(run, tmp_path / "out")
     assert not (tmp_path / "out/audit.json").exists()
     assert "## Audit" not in (tmp_path / "out/README.md").read_text()
 
 
 def test_what_a_file_says_cannot_break_out_of_its_cell(run, tmp_path):
-    hostile = {"name": "a | b\n# Owned <script>", "verdict": "blind"}
-    audit = {"schema_version": 1, "verdict": "controlled", "model": {"step": 3}, "variables": [hostile]}
-    (run / "audit.json").write_text(json.dumps(audit))
+    audited = ls.audit(run, options=AuditOptions(states=2, prefix=6, tokens=48, rollout=5))
+    hostile = replace(audited.variables[0], name="a | b\n# Owned <script>")
+    write_record(run / "audit.json", replace(audited, variables=[hostile]))
     ls.convert(run, tmp_path / "out")
     page = (tmp_path / "out/README.md").read_text()
     assert "\n# Owned" not in page and "<script>" not in page and r"a \| b # Owned &lt;script>" in page
