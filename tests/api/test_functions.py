@@ -291,5 +291,5 @@ def test_a_push_and_an_audit_that_disagree_say_so(run):
     assert audited.variable("scale").verdict == "blind"
     (still,) = (replace(push, growth=1.1) for push in pushed.pushes)
     assert "moved it only 1.1-fold" in with_push(audited, replace(pushed, pushes=[still])).checks.notes[-1]
-    far = replace(still, growth=50.0)
+    far = replace(still, growth=50.0, far=True)
     assert with_push(audited, replace(pushed, pushes=[far])).checks == audited.checks

@@ -32,7 +32,8 @@ def measured(audited):
         fate = scale or ("blind" if verdict == "blind-spot" else "visible")
         variables = [replace(one, verdict=fate if one.name == "scale" else "visible") for one in audited.variables]
         subject = replace(audited.model, supervised=list(supervised))
-        audit = replace(audited, verdict=verdict, variables=variables, model=subject, summary=f"It is {verdict}.")
+        checks = replace(audited.checks, doubts=["the arithmetic is too coarse"])
+        audit = replace(audited, verdict=verdict, variables=variables, model=subject, checks=checks)
         each = [ce] * LOOPS if isinstance(ce, float) else ce
         depths = [Depth(k, each[k - 1], norm * k / LOOPS) for k in range(1, LOOPS + 1)]
         return Measured(audit, Split(depths=depths, tokens=10))
@@ -98,7 +99,7 @@ def test_everything_that_is_wrong_is_told_and_the_worst_decides(measured):
 
 def test_an_undecided_audit_afterwards_is_told_with_its_reason(measured):
     outcome, (reason,) = judge(measured("blind-spot", 400.0), measured("undecided", 30.0))
-    assert outcome == "undecided" and "It is undecided." in reason
+    assert outcome == "undecided" and "Undecided: the arithmetic is too coarse." in reason
 
 
 @pytest.mark.parametrize(("verdict", "why"), [("controlled", "there was none before"), ("undecided", "was undecided")])
