@@ -21,7 +21,7 @@ from loopscope.auditing.trial import Size, TrialObjective, size_along, trainable
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import ModelConfig
 from loopscope.data.preparation import prepare
-from loopscope.data.stream import Tokens, evaluation_batches, training_stream
+from loopscope.data.stream import TokenSequence, evaluation_batches, training_stream
 from loopscope.data.task import TaskText
 from loopscope.errors import ConfigError, UnsupportedError, suggest
 from loopscope.inference.motion import measure_motion
@@ -257,7 +257,7 @@ def training_text(
     return "pushed on random token ids, since there is no tokenizer: its costs mean little", _random(opened, seed)
 
 
-def _stream(tokens: Tokens | TaskText, opened: Opened, seed: int) -> Iterator[Batch]:
+def _stream(tokens: TokenSequence | TaskText, opened: Opened, seed: int) -> Iterator[Batch]:
     length = opened.sequence_length
     batch = USUAL_BATCH if opened.config is None else opened.config.training.batch
     stream = training_stream(tokens, length, batch, seed)

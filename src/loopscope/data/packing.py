@@ -270,12 +270,18 @@ class _Writer:
 
     def add(self, ids_N: np.ndarray, bytes_N: np.ndarray) -> None:
         """Append a document, or a piece of one."""
-        self._add_bytes(ids_N, bytes_N)
+        new_N = self._bytes_V[ids_N] < 0
+        self._bytes_V[ids_N[new_N]] = bytes_N[new_N]
+        excess_N = bytes_N - self._bytes_V[ids_N]
+        where_E = np.flatnonzero(excess_N)
+        self._exceptions.write(np.stack([self.tokens + where_E, excess_N[where_E]], axis=1).astype(EXCEPTION))
         self.bytes += int(bytes_N.sum())
         while len(ids_N):
             room = SHARD_TOKENS - self.tokens % SHARD_TOKENS
             if room == SHARD_TOKENS:
-                self._next_shard()
+                for full in self._shards[-1:]:
+                    full.close()
+                self._shards.append(_HashedFile(self._folder / f"tokens-{len(self._shards):05d}.bin"))
             self._shards[-1].write(ids_N[:room].astype(self._dtype))
             self.tokens += len(ids_N[:room])
             ids_N = ids_N[room:]
@@ -303,18 +309,6 @@ class _Writer:
             byte_exceptions=PackedFile(file=self._exceptions.name, sha256=self._exceptions.sha256),
         )
         return replace(manifest, sha256=manifest.digest())
-
-    def _add_bytes(self, ids_N: np.ndarray, bytes_N: np.ndarray) -> None:
-        new_N = self._bytes_V[ids_N] < 0
-        self._bytes_V[ids_N[new_N]] = bytes_N[new_N]
-        excess_N = bytes_N - self._bytes_V[ids_N]
-        where_E = np.flatnonzero(excess_N)
-        self._exceptions.write(np.stack([self.tokens + where_E, excess_N[where_E]], axis=1).astype(EXCEPTION))
-
-    def _next_shard(self) -> None:
-        if self._shards:
-            self._shards[-1].close()
-        self._shards.append(_HashedFile(self._folder / f"tokens-{len(self._shards):05d}.bin"))
 
 
 class _HashedFile:

@@ -27,7 +27,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
 
-class Tokens(Protocol):
+class TokenSequence(Protocol):
     """Token ids that can be sliced: packed ones, or a NumPy array."""
 
     def __len__(self) -> int: ...
@@ -41,7 +41,7 @@ class TrainingStream:
     Batches run on across the end of an epoch. The order depends on the seed and on nothing else.
     """
 
-    tokens: Tokens
+    tokens: TokenSequence
     length: int
     """Tokens T of a sequence; its targets are one token on."""
     stride: int
@@ -109,7 +109,7 @@ class TaskStream:
 
 
 def training_stream(
-    tokens: Tokens | TaskText, length: int, batch_size: int, seed: int, data: DataConfig | None = None
+    tokens: TokenSequence | TaskText, length: int, batch_size: int, seed: int, data: DataConfig | None = None
 ) -> TrainingStream | TaskStream:
     """Training batches of `length` tokens, at the stride that `data` says; of a task an instance a row."""
     data = data or DataConfig()
@@ -135,7 +135,7 @@ def permuted(index_R: np.ndarray, size: int, seed: int, epochs_R: np.ndarray) ->
 
 
 def evaluation_batches(
-    tokens: Tokens | TaskText, length: int, batch_size: int, max_tokens: int | None = None
+    tokens: TokenSequence | TaskText, length: int, batch_size: int, max_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(ids_BT, targets_BT) in which each token but the first is a target exactly once, up to `max_tokens` targets.
 
@@ -174,7 +174,10 @@ def covered_bytes(tokens: SplitTokens, max_tokens: int | None = None) -> int:
 
 
 def unigram_cross_entropy(
-    train: SplitTokens | Tokens, text: SplitTokens | Tokens, vocab_size: int, max_tokens: int | None = None
+    train: SplitTokens | TokenSequence,
+    text: SplitTokens | TokenSequence,
+    vocab_size: int,
+    max_tokens: int | None = None,
 ) -> float:
     """Nats per target of `evaluation_batches` of a model that knows how often each token occurs in the training text.
 
@@ -190,7 +193,7 @@ def unigram_cross_entropy(
     return float(asked_V @ -np.log(seen_V / seen_V.sum()) / asked_V.sum())
 
 
-def _counts(tokens: Tokens, start: int, stop: int, vocab_size: int) -> np.ndarray:
+def _counts(tokens: TokenSequence, start: int, stop: int, vocab_size: int) -> np.ndarray:
     """How often each id occurs among tokens start … stop − 1, read in pieces."""
     counts_V = np.zeros(vocab_size)
     for first in range(start, stop, READ_TOKENS):
@@ -230,7 +233,7 @@ def _check_room(text: TaskText, length: int) -> None:
         raise ConfigError.of("sequence_length", length, why)
 
 
-def _num_targets(tokens: Tokens, max_tokens: int | None) -> int:
+def _num_targets(tokens: TokenSequence, max_tokens: int | None) -> int:
     count = len(tokens) - 1
     if count < 1:
         raise DataError(f"the evaluation text has {len(tokens)} tokens; it needs at least 2")
