@@ -101,7 +101,8 @@ def test_every_verb_calls_a_function_that_lives_below_it(name):
         if (alias.asname or alias.name) in calls
     ]
     functions = [getattr(importlib.import_module(home), function) for home, function in used]
-    assert any(inspect.isfunction(function) for function in functions), f"{name} calls nothing of {FUNCTIONS}"
+    called_of = [each for each in functions if inspect.isfunction(each) or each.__module__.startswith("loopscope.api.")]
+    assert called_of, f"{name} calls nothing of {FUNCTIONS}"
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "audit", "remedy"])
