@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 
 ABSENT = "–"
@@ -71,7 +70,7 @@ def mean_deviation(values: Iterable[float | None], sign: str = "") -> str:
     text = padded(mean, sign=sign if mean > 0 else "")
     if len(known) == 1:
         return text
-    spread = statistics.stdev(known)
+    spread = math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1))
     return f"{text} ± {padded(0.0 if spread < ROUNDING * abs(mean) else spread, 2)}"
 
 
