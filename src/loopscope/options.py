@@ -18,7 +18,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from loopscope.checks import check_at_least, check_not_negative, check_one_of
 from loopscope.config import MOST_LOOPS
-from loopscope.errors import ConfigError
+from loopscope.designs import DESIGNS
+from loopscope.errors import ConfigError, suggest
 
 Options = TypeVar("Options")
 
@@ -72,6 +73,19 @@ Depths = Annotated[Sequence[int], written(parse_depths, lambda depths: f"{min(de
 """1..8 or 1,2,4."""
 Listed = Annotated[Sequence[str], written(lambda text: tuple(text.split(",")))]
 """Names with commas between."""
+
+
+def parse_designs(text: str) -> tuple[str, ...]:
+    """`huginn,ouro` or `all`, in the order of the registry; a wrong name gets a suggestion."""
+    if text == "all":
+        return tuple(DESIGNS)
+    asked = [name.strip() for name in text.split(",") if name.strip()]
+    if not asked:
+        raise ConfigError.of("designs", text, "names of designs with commas between, or all; see docs/designs.md")
+    for name in asked:
+        if name not in DESIGNS:
+            raise ConfigError.of("designs", name, suggest(name, DESIGNS))
+    return tuple(name for name in DESIGNS if name in asked)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -313,6 +327,30 @@ class PlanOptions:
         for name in ("flops_per_second", "within_hours"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError.of(name, value, "must be a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtlasOptions:
+    """Which designs an atlas is of, and how they are trained."""
+
+    designs: Annotated[Sequence[str], written(parse_designs, lambda names: "all")] = tuple(DESIGNS)
+    """Designs with commas between; see docs/designs.md for their names."""
+    steps: int = 400  # `loopscope quickstart` shows the paper's blind spot after 150
+    """Training steps of a row of text."""
+    hops_steps: int = 1000  # what the preset hops takes to learn it
+    """Training steps of a row of pointer chasing (task:hops), which at most six designs get; 0 leaves it out."""
+    data: tuple[str, ...] | None = None
+    """Training text, as in `loopscope train`; by default the built-in one."""
+    seed: int = 42
+    """Seed of weights, batches and dropout."""
+    threads: int = 1
+    """CPU threads of a row."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "steps", "threads")
+        check_not_negative(self, "hops_steps")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,14 @@ from loopscope.cli import main
 from loopscope.designs import DESIGNS, Design
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.model.looped_lm import build
+from loopscope.options import AtlasOptions, parse_designs
 from loopscope.results.atlas import NOT_BUILT, AtlasRecord
 from loopscope.results.record import as_json, decode, encode, write_record
 from loopscope.results.run import RowRecord
 from loopscope.rows import probing
 from loopscope.rows.ledger import Ledger, has_probe, is_complete
 from loopscope.studies import atlas
-from loopscope.studies.atlas import AtlasOptions, collect, note_request, parse_designs, read_atlas
+from loopscope.studies.atlas import collect, note_request, read_atlas
 from loopscope.studies.atlas_properties import PROPERTIES, atlas_tables, cell_of, free_range_and_growth
 
 QUIET = lambda text: None  # noqa: E731

@@ -15,9 +15,9 @@ from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, RunError
+from loopscope.options import AtlasOptions
 from loopscope.results.record import as_json
 from loopscope.show.table import Table
-from loopscope.studies.atlas import AtlasOptions
 
 if TYPE_CHECKING:
     from loopscope.results.atlas import AtlasRecord, Setting

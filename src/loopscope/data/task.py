@@ -15,11 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from loopscope.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Split = Literal["train", "valid", "test"]
 
@@ -158,5 +159,7 @@ class TaskText:
         return [self.task.instance(self.split, 0, index) for index in range(HELD_OUT_INSTANCES)]
 
     def _rows(self, instances: Sequence[Instance]) -> Rows:
+        import numpy as np  # the command line names tasks without it
+
         ids = [[self.ids[symbol] for symbol in instance.text] for instance in instances]
         return Rows(np.array(ids, dtype=np.int64), np.array([instance.steps for instance in instances], dtype=np.int64))

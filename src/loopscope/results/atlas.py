@@ -16,11 +16,6 @@ from loopscope.results.run import GitState
 from loopscope.results.thresholds import FURTHEST
 
 ATLAS, PROBE = "atlas.json", "probe.json"
-STEPS = 400
-"""Optimiser steps of a row of text: `loopscope quickstart` shows the paper's blind spot after 150."""
-HOPS_STEPS = 1000
-"""Of pointer chasing: what the preset hops takes to learn it."""
-SEED = 42
 HOPS = "hops"
 """The text of rows that are trained on pointer chasing, task:hops; empty is the text that rows share."""
 FAR = 30

@@ -13,28 +13,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-from loopscope.checks import check_at_least, check_not_negative
 from loopscope.config import Config
 from loopscope.data.preparation import prepare
 from loopscope.designs import DESIGN_SIZE, DESIGNS, Design
-from loopscope.errors import ConfigError, LoopscopeError, RunError, suggest
+from loopscope.errors import ConfigError, LoopscopeError, RunError
 from loopscope.machine import provenance
-from loopscope.options import written
+from loopscope.options import AtlasOptions
 from loopscope.presets import preset
 from loopscope.results.atlas import (
     ATLAS,
     FAR,
     HOPS,
-    HOPS_STEPS,
     NOT_BUILT,
     PROBE,
-    SEED,
     SETTINGS,
-    STEPS,
     AtlasRecord,
     AtlasRequest,
     Audited,
@@ -63,43 +58,6 @@ ON_HOPS = {
 }
 """Designs that are also trained on pointer chasing, with the reason; chosen before anything was run, at most six,
 because each costs as much as several rows of text."""
-
-
-def parse_designs(text: str) -> tuple[str, ...]:
-    """`huginn,ouro` or `all`, in the order of the registry; a wrong name gets a suggestion."""
-    if text == "all":
-        return tuple(DESIGNS)
-    asked = [name.strip() for name in text.split(",") if name.strip()]
-    if not asked:
-        raise ConfigError.of("designs", text, "names of designs with commas between, or all; see docs/designs.md")
-    for name in asked:
-        if name not in DESIGNS:
-            raise ConfigError.of("designs", name, suggest(name, DESIGNS))
-    return tuple(name for name in DESIGNS if name in asked)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AtlasOptions:
-    """What a user asks for."""
-
-    designs: Annotated[Sequence[str], written(parse_designs, lambda names: "all")] = tuple(DESIGNS)
-    """Designs with commas between; see docs/designs.md for their names."""
-    steps: int = STEPS
-    """Training steps of a row of text."""
-    hops_steps: int = HOPS_STEPS
-    """Training steps of a row of pointer chasing (task:hops), which at most six designs get; 0 leaves it out."""
-    data: tuple[str, ...] | None = None
-    """Training text, as in `loopscope train`; by default the built-in one."""
-    seed: int = SEED
-    """Seed of weights, batches and dropout."""
-    threads: int = 1
-    """CPU threads of a row."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "steps", "threads")
-        check_not_negative(self, "hops_steps")
-        if not 0 <= self.seed < 2**31:
-            raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
 
 
 def bases(request: AtlasOptions) -> dict[Setting, Config]:
