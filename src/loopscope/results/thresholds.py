@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from loopscope.show.numbers import LIMITLESS
+
 # --- what an objective notices ---------------------------------------------------------------------------------------
 
 NOTICED = 0.01
@@ -21,8 +23,8 @@ WEAKLY_HELD = 3.0
 """A variable that is free threefold is held, but weakly."""
 TENFOLD = 10.0
 """A variable that may run so far before the objective notices is free."""
-FURTHEST = 1e6
-"""Free ranges from this on are called unlimited."""
+FURTHEST = LIMITLESS
+"""Free ranges from this on are called unlimited: the search ends here."""
 RAN = 5.0
 """Times the twin's size from which a pushed variable has run: in the same steps a raw readout lets a scale go
 twofold."""
