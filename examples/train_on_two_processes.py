@@ -27,7 +27,7 @@ def main(out: str = "runs/two-processes", steps: str = "40") -> None:
         processes = os.environ.get("WORLD_SIZE", "1")
         print(f"{result.outcome} at step {result.step} on {processes} processes: {result.run.path}")
         if result.evaluation is not None:
-            print("CE after each loop:", " ".join(f"{ce:.3f}" for ce in result.evaluation["ce"]))
+            print("CE after each loop:", " ".join(f"{ce:.3f}" for ce in result.evaluation.ce))
 
 
 if __name__ == "__main__":

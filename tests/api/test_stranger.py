@@ -90,7 +90,7 @@ def test_it_learns_under_our_objective_and_its_run_opens_as_the_trained_model(th
     assert type(opened.model.module).__name__ == "Network" and not opened.model.training
     assert (opened.step, opened.tokenizer.kind, opened.objective.norm_penalty) == (40, "bytes", 0.01)
     scores = ls.evaluate(opened, max_tokens=200, batch=4).scores
-    assert [s.ce for s in scores.depths] == pytest.approx(result.evaluation["ce"], rel=1e-5)
+    assert [s.ce for s in scores.depths] == pytest.approx(result.evaluation.ce, rel=1e-5)
 
 
 VARIANTS = {
