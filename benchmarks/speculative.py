@@ -25,7 +25,7 @@ import torch
 
 import loopscope as ls
 from loopscope.inference.decoding import Continuation, Limits, Sampling, Token, decode, runner_for
-from loopscope.inference.speculation import MOST_DRAFTED, PLAIN, Plan, Speculator, Times
+from loopscope.inference.speculation import MOST_DRAFTED, PLAIN, DraftPlan, Speculator, Times
 from loopscope.protocol import Cached
 from loopscope.targets import Opened
 from side_by_side import machine
@@ -122,11 +122,11 @@ def run(size: str, kind: str, tokens: int) -> list[str]:
     speculator = Speculator(model, num_loops, limits=limits, sampling=SAMPLING)
     list(speculator.decode(prompts[0]))
     times = speculator._times or Times()
-    blocks = [Plan("block", d, m) for d in rates for m in range(2, MOST_DRAFTED + 1)]
+    blocks = [DraftPlan("block", d, m) for d in rates for m in range(2, MOST_DRAFTED + 1)]
     block = min(blocks, key=lambda plan: times.predicted(plan, num_loops, rates[plan.loops]))
-    waves = [Plan("wave", d) for d in rates]
+    waves = [DraftPlan("wave", d) for d in rates]
     wave = min(waves, key=lambda plan: times.predicted(plan, num_loops, rates[plan.loops]))
-    ways: dict[str, Plan | None] = {"block": block, "wave": wave, "auto": None}
+    ways: dict[str, DraftPlan | None] = {"block": block, "wave": wave, "auto": None}
     plain, found = Measured(), {name: Measured() for name in ways}
     speculators = {
         name: Speculator(model, num_loops, limits=limits, sampling=SAMPLING, plan=plan) for name, plan in ways.items()
@@ -148,7 +148,7 @@ def report(
     kind: str,
     opened: Opened,
     times: Times,
-    ways: dict[str, Plan | None],
+    ways: dict[str, DraftPlan | None],
     plain: Measured,
     found: dict[str, Measured],
 ) -> list[str]:

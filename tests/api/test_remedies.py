@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.api.remedies import HELD_SCALE, Measured, judge
+from loopscope.api.remedies import HELD_SCALE, MeasuredModel, judge
 from loopscope.options import AuditOptions
 from loopscope.results.evaluation import Depth, Split
 
@@ -28,7 +28,7 @@ def audited():
 
 @pytest.fixture
 def measured(audited):
-    def make(verdict: str, norm: float, ce=2.0, scale: str | None = None, supervised=(1, 2, 3)) -> Measured:
+    def make(verdict: str, norm: float, ce=2.0, scale: str | None = None, supervised=(1, 2, 3)) -> MeasuredModel:
         fate = scale or ("blind" if verdict == "blind-spot" else "visible")
         variables = [replace(one, verdict=fate if one.name == "scale" else "visible") for one in audited.variables]
         subject = replace(audited.model, supervised=list(supervised))
@@ -36,7 +36,7 @@ def measured(audited):
         audit = replace(audited, verdict=verdict, variables=variables, model=subject, checks=checks)
         each = [ce] * LOOPS if isinstance(ce, float) else ce
         depths = [Depth(k, each[k - 1], norm * k / LOOPS) for k in range(1, LOOPS + 1)]
-        return Measured(audit, Split(depths=depths, tokens=10))
+        return MeasuredModel(audit, Split(depths=depths, tokens=10))
 
     return make
 

@@ -14,7 +14,7 @@ from faulty import CONFIG, FAULTS, LoopsShareASlot
 import loopscope as ls
 from loopscope.cli import main
 from loopscope.errors import ConfigError, ProtocolError
-from loopscope.inference.comparison import Record, Stage, Tolerance, compare
+from loopscope.inference.comparison import Computed, Stage, Tolerance, compare
 from loopscope.inference.conformance import CHECKS, carry_out, check_looped, check_text_model, claims
 from loopscope.inference.subjects import LoopedSubject
 from loopscope.model.looped_lm import build
@@ -257,7 +257,7 @@ def test_loops_that_share_a_slot_are_found_in_a_model_of_transformers(hrm):
 
 
 def record(values):
-    made = Record()
+    made = Computed()
     made.keep(Stage(1, "logits"), range(len(values)), torch.tensor(values))
     return made
 

@@ -16,7 +16,7 @@ from loopscope.inference.speculation import (
     LOOKED_AT,
     PLAIN,
     Acceptance,
-    Plan,
+    DraftPlan,
     Speculator,
     Times,
     parse_plan,
@@ -54,8 +54,8 @@ def plainly(model, prompt=PROMPT, limits=None, sampling=None):
     return [token.id for _, token in decode(runner, [prompt], limits=limits, sampling=sampling)]
 
 
-def speculatively(model, plan, prompt=PROMPT, limits=None, sampling=None, number=0):
-    speculator = Speculator(model, model.num_loops, limits=limits, sampling=sampling, plan=parse_plan(plan))
+def speculatively(model, plan, prompt=PROMPT, limits=None, sampling=None, number=0, kind=Speculator):
+    speculator = kind(model, model.num_loops, limits=limits, sampling=sampling, plan=parse_plan(plan))
     return [token.id for _, token in speculator.decode(prompt, number)], speculator
 
 
@@ -146,7 +146,7 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(plan):
 
 def test_a_sampled_text_does_not_depend_on_what_else_was_generated(four_loops):
     model, sampling = built(four_loops), Sampling(temperature=1.0, seed=5)
-    speculator = Speculator(model, 4, sampling=sampling, limits=Limits(max_tokens=12), plan=Plan("block", 1, 3))
+    speculator = Speculator(model, 4, sampling=sampling, limits=Limits(max_tokens=12), plan=DraftPlan("block", 1, 3))
     first, again = ([token.id for _, token in speculator.decode(PROMPT, 7)] for _ in range(2))
     assert first == again
 
@@ -155,8 +155,8 @@ def test_predicted_times_follow_the_equations():
     times = Times(loop={1: 2.0, 3: 3.0}, lanes={4: 5.0}, readout={1: 0.5, 2: 0.75, 3: 1.0})
     assert times.predicted(PLAIN, 4, 0.0) == 4 * 2.0 + 0.5
     block = 3 * (1 * 2.0 + 0.5) + 3 * 3.0 + 1.0
-    assert times.predicted(Plan("block", 1, 3), 4, 0.5) == pytest.approx(block / (1 + 0.5 + 0.25))
-    assert times.predicted(Plan("wave", 1), 4, 0.9) == pytest.approx((5.0 + 0.75) * (1 + 0.1 * 3))
+    assert times.predicted(DraftPlan("block", 1, 3), 4, 0.5) == pytest.approx(block / (1 + 0.5 + 0.25))
+    assert times.predicted(DraftPlan("wave", 1), 4, 0.9) == pytest.approx((5.0 + 0.75) * (1 + 0.1 * 3))
 
 
 def test_acceptance_is_the_mean_of_what_was_seen_and_forgets():
@@ -169,17 +169,30 @@ def test_acceptance_is_the_mean_of_what_was_seen_and_forgets():
     assert acceptance.rate < 0.2
 
 
-def test_auto_drafts_where_that_pays_and_decodes_plainly_where_it_does_not(four_loops, monkeypatch):
-    """The same model where eight tokens cost what one costs, and where they cost eight times that."""
+CHEAP = Times(dict.fromkeys(range(1, 9), 1.0), dict.fromkeys((2, 4), 1.0), dict.fromkeys(range(1, 9), 0.0))
+"""Eight tokens cost what one costs."""
+DEAR = Times({n: n * 1.0 for n in range(1, 9)}, {2: 2.0, 4: 4.0}, {n: n * 1.0 for n in range(1, 9)})
+"""They cost eight times that."""
+
+
+def timed(times, drafting=1.0):
+    """A speculator on a machine of these times, where drafted tokens take so many times what is predicted."""
+
+    class Timed(Speculator):
+        def measure_times(self, rounds=5):
+            return times
+
+        def note_time(self, plan, seconds):
+            self.excess.setdefault(plan.kind, 1.0 if plan == PLAIN else drafting)
+
+    return Timed
+
+
+def test_auto_drafts_where_that_pays_and_decodes_plainly_where_it_does_not(four_loops):
     model, limits = built(four_loops), Limits(max_tokens=30, context=40)
-    cheap = Times(dict.fromkeys(range(1, 9), 1.0), dict.fromkeys((2, 4), 1.0), dict.fromkeys(range(1, 9), 0.0))
-    dear = Times({n: n * 1.0 for n in range(1, 9)}, {2: 2.0, 4: 4.0}, {n: n * 1.0 for n in range(1, 9)})
     plans = {}
-    as_predicted = lambda self, plan, seconds: self._excess.setdefault(plan.kind, 1.0)  # noqa: E731
-    monkeypatch.setattr(Speculator, "_compare", as_predicted)
-    for name, times in {"cheap": cheap, "dear": dear}.items():
-        monkeypatch.setattr(Speculator, "_measured", lambda self, rounds=5, times=times: times)
-        found, speculator = speculatively(model, "auto", limits=limits)
+    for name, times in {"cheap": CHEAP, "dear": DEAR}.items():
+        found, speculator = speculatively(model, "auto", limits=limits, kind=timed(times))
         assert found == plainly(model, limits=limits)
         plans[name] = {plan for plan in speculator.tally.plans if plan != "look"}
         assert speculator.tally.plans["look"] == LOOKED_AT - 1  # the first token comes from the prompt
@@ -189,12 +202,8 @@ def test_auto_drafts_where_that_pays_and_decodes_plainly_where_it_does_not(four_
 
 def test_auto_goes_back_to_plain_decoding_when_drafting_takes_longer_than_predicted(four_loops, monkeypatch):
     model, limits = built(four_loops, max_length=80), Limits(max_tokens=70, context=80)
-    cheap = Times(dict.fromkeys(range(1, 9), 1.0), dict.fromkeys((2, 4), 1.0), dict.fromkeys(range(1, 9), 0.0))
-    monkeypatch.setattr(Speculator, "_measured", lambda self, rounds=5: cheap)
     monkeypatch.setattr("loopscope.inference.speculation.PLANNED", 1)
-    slow = lambda self, plan, seconds: self._excess.setdefault(plan.kind, 1.0 if plan == PLAIN else 9.0)  # noqa: E731
-    monkeypatch.setattr(Speculator, "_compare", slow)
-    speculator = speculatively(model, "auto", limits=limits)[1]
+    speculator = speculatively(model, "auto", limits=limits, kind=timed(CHEAP, drafting=9.0))[1]
     assert speculator.tally.plans["plain"] > 10
     assert {plan.split(":")[0] for plan in speculator.tally.plans} == {"look", "plain", "wave", "block"}, "tried once"
 
@@ -210,7 +219,7 @@ def test_a_plan_that_means_nothing_is_refused(plan):
         parse_plan(plan)
 
 
-@pytest.mark.parametrize("plan", [Plan("wave", 4), Plan("block", 0, 2), Plan("block", 1, 0)])
+@pytest.mark.parametrize("plan", [DraftPlan("wave", 4), DraftPlan("block", 0, 2), DraftPlan("block", 1, 0)])
 def test_a_plan_that_does_not_fit_the_depth_is_refused(four_loops, plan):
     with pytest.raises(ConfigError, match="--speculate"):
         Speculator(built(four_loops), 4, plan=plan)
@@ -224,6 +233,6 @@ def test_a_wave_needs_loops_that_take_rows_at_different_depths(four_loops):
         head = model.head
 
     with pytest.raises(UnsupportedError, match="rows at different depths"):
-        Speculator(OneDepth(), 4, plan=Plan("wave", 1))
+        Speculator(OneDepth(), 4, plan=DraftPlan("wave", 1))
     limits = Limits(max_tokens=12)
     assert speculatively(OneDepth(), "block:1,3", limits=limits)[0] == plainly(model, limits=limits)

@@ -36,7 +36,7 @@ CAME_DOWN = 2.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredModel:
     """A model's audit and exits."""
 
     audit: AuditResult
@@ -63,8 +63,8 @@ class Remedied:
     """Before and after a fix, and what came of it."""
 
     how: How
-    before: Measured
-    after: Measured
+    before: MeasuredModel
+    after: MeasuredModel
     out: Path
     """Where the fine-tuned model (or, of a clamp, the comparison) is."""
     outcome: Outcome
@@ -84,7 +84,7 @@ class Remedied:
         return without_nan({"how": self.how, **said, **measured, "run": str(self.out)})
 
 
-def judge(before: Measured, after: Measured) -> tuple[Outcome, tuple[str, ...]]:
+def judge(before: MeasuredModel, after: MeasuredModel) -> tuple[Outcome, tuple[str, ...]]:
     """What came of a fix, with its reasons: verdict, norm and perplexity have to agree.
 
     fixed        the audit found a blind spot before and none after; where scale was blind, ‖h_K‖ has halved or is at
@@ -114,7 +114,7 @@ def judge(before: Measured, after: Measured) -> tuple[Outcome, tuple[str, ...]]:
     return "controlled", (f"no blind spot has been fixed, since {why}; {held}",)
 
 
-def _judge_norm(before: Measured, after: Measured) -> tuple[str | None, bool]:
+def _judge_norm(before: MeasuredModel, after: MeasuredModel) -> tuple[str | None, bool]:
     """What is wrong with ‖h_K‖ after a fix, if anything, and whether it got worse."""
     was, now = before.last_norm, after.last_norm
     held = HELD_SCALE * math.sqrt(after.audit.model.width)
@@ -132,7 +132,7 @@ def _judge_norm(before: Measured, after: Measured) -> tuple[str | None, bool]:
     return None, False
 
 
-def _dearer_exits(before: Measured, after: Measured) -> list[str]:
+def _dearer_exits(before: MeasuredModel, after: MeasuredModel) -> list[str]:
     """A sentence about the supervised loop whose perplexity suffered most, if one is more than 1 % worse."""
     exits = [
         (new.ce - old.ce, old, new)
@@ -152,7 +152,7 @@ def _dearer_exits(before: Measured, after: Measured) -> list[str]:
     return [f"perplexity at loop {old.k} got worse ({change}){others}"]
 
 
-def _norms(before: Measured, after: Measured) -> str:
+def _norms(before: MeasuredModel, after: MeasuredModel) -> str:
     scale = after.last_norm / math.sqrt(after.audit.model.width)
     return f"‖h_{after.scores.depths[-1].k}‖ {before.last_norm:.4g} → {after.last_norm:.4g} (scale {scale:.2g})"
 
@@ -182,13 +182,13 @@ def remedy(
     if fixed is not None and opened.tokenizer is None:
         raise ConfigError(f"{opened.name} has no tokenizer to fine-tune it on text with; name one with --tokenizer")
 
-    def measured(what: Opened, if_not_finite: str) -> Measured:
+    def measured(what: Opened, if_not_finite: str) -> MeasuredModel:
         scores = evaluate(what, batch=1, max_tokens=EVALUATED_ROWS * what.sequence_length, say=say).scores
         for score in scores.depths:  # an audit of such a model would look for the fault in its derivatives
             if not all(number is not None and math.isfinite(number) for number in (score.ce, score.norm)):
                 seen = f"cross-entropy {score.ce} and norm {score.norm} at loop {score.k}"
                 raise NotFiniteError(f"{what.name} has {seen}, so there is nothing to compare: {if_not_finite}")
-        return Measured(audit(what, options=options, progress=progress, say=say), scores)
+        return MeasuredModel(audit(what, options=options, progress=progress, say=say), scores)
 
     say(f"auditing {opened.name}")
     before = measured(opened, "no fix mends that")

@@ -41,7 +41,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class _Course:
+class _PushCourse:
     """What was seen in every step of a run, before the step was made."""
 
     log_sizes: dict[str, list[float]]
@@ -75,9 +75,9 @@ def push(
     length = size_along(scale_field)
     total, done = options.total_steps(len(sizes)), 0
 
-    def run(trial: Trial, what: str, steps: range, pushed: str | None = None) -> _Course:
+    def run(trial: Trial, what: str, steps: range, pushed: str | None = None) -> _PushCourse:
         nonlocal done
-        course = _Course({of: [] for of in sizes}, [], [])
+        course = _PushCourse({of: [] for of in sizes}, [], [])
         reward = None if pushed is None else lambda trace: options.weight * log_size(trace, sizes[pushed])
         for index in steps:
             progress(what, done / total)
@@ -122,7 +122,7 @@ def push(
     )
 
 
-def _compared(of: str, course: _Course, twin: _Course, start: float) -> Push:
+def _compared(of: str, course: _PushCourse, twin: _PushCourse, start: float) -> Push:
     """Means over the last steps of the logarithms of the sizes, and of the losses."""
     own, others = course.log_sizes[of], twin.log_sizes[of]
     size, twin_size = (statistics.fmean(values[-LAST:]) for values in (own, others))

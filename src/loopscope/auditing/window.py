@@ -52,7 +52,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CarriedLayout:
     """How the joint state of N tokens lies in one vector."""
 
     parts: tuple[Part, ...]
@@ -177,13 +177,13 @@ class Window:
     row_by_row: bool = False
     """Whether every copy of the state goes through as a batch of its own."""
 
-    def layout(self, k: int) -> Layout:
+    def layout(self, k: int) -> CarriedLayout:
         """Of the state after loop k; before the first loop a carried tensor may not be there yet."""
         own = self.states[k]
         there = [part for part in self.carried.searched if part.name in own.carried]
         if k == 0:
             there = [part for part in there if own.carried[part.name].shape == self.states[1].carried[part.name].shape]
-        return Layout((Part("h", own.h_BTD.shape[-1]), *there), self.tokens)
+        return CarriedLayout((Part("h", own.h_BTD.shape[-1]), *there), self.tokens)
 
     def vector(self, k: int) -> Tensor:
         """The joint state after loop k."""
@@ -288,7 +288,7 @@ class Window:
             return self.model.readout(state, self._number(k))
         return Cached.needed(self.model, "a cache").readout(state, self._number(k), self.cache)
 
-    def _flat(self, state: LoopState, layout: Layout) -> Tensor:
+    def _flat(self, state: LoopState, layout: CarriedLayout) -> Tensor:
         """The joint state of every row as one vector."""
         tokens, shared = [], []
         for part in layout.parts:

@@ -61,7 +61,7 @@ class Write(NamedTuple):
 
 
 @dataclass
-class Record:
+class Computed:
     """What the tokens of one text gave in one way of running it."""
 
     outputs: dict[Stage, dict[int, Tensor]] = field(default_factory=dict)
@@ -115,7 +115,7 @@ def nudged(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """The first output that differs, by position and then by stage."""
 
     position: int
@@ -137,13 +137,13 @@ class Comparison:
     """Logits compared: tokens times exits."""
     flips: int
     """Of these, how many would choose another token greedily, whatever the size of the difference."""
-    first: Difference | None
+    first: TensorDifference | None
 
 
-def compare(got: Record, expected: Record, tolerance: float) -> Comparison:
+def compare(got: Computed, expected: Computed, tolerance: float) -> Comparison:
     """Every output of every token that both have."""
     largest, choices, flips, wrong = 0.0, 0, 0, set[int]()
-    first: Difference | None = None
+    first: TensorDifference | None = None
     tokens = set[int]()
     for stage, theirs in expected.outputs.items():
         positions = sorted(theirs.keys() & got.outputs.get(stage, {}).keys())
@@ -161,7 +161,7 @@ def compare(got: Record, expected: Record, tolerance: float) -> Comparison:
         wrong.update(position for position, _ in beyond)
         # Stages come in the order in which they are computed, so an equal position keeps the earlier one.
         if beyond and (first is None or beyond[0][0] < first.position):
-            first = Difference(beyond[0][0], stage, beyond[0][1])
+            first = TensorDifference(beyond[0][0], stage, beyond[0][1])
     return Comparison(len(tokens), largest, len(wrong), choices, flips, first)
 
 
@@ -189,7 +189,7 @@ class Blame:
     """What points there."""
 
 
-def blame(got: Record, expected: Record | None, difference: Difference, tolerance: float) -> Blame:
+def blame(got: Computed, expected: Computed | None, difference: TensorDifference, tolerance: float) -> Blame:
     """The layer before the first slot whose keys of that token differ, or the one that left none.
 
     `expected` must be a run whose outputs are right; without one, nothing is known beyond the loop.

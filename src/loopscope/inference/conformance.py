@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from loopscope.inference.cache import KVCache
-from loopscope.inference.comparison import Record, Stage, blame, compare, shared_slots
+from loopscope.inference.comparison import Computed, Stage, blame, compare, shared_slots
 from loopscope.inference.subjects import LOGITS as WHOLE_LOGITS
 from loopscope.inference.subjects import (
     TEXTS,
@@ -57,9 +57,9 @@ class Way:
     """A text run in some way, and what it should have given."""
 
     how: str
-    got: Record
-    expected: Record
-    keyed: Record | None = None
+    got: Computed
+    expected: Computed
+    keyed: Computed | None = None
     """A right run with keys, to name the layer; `expected` itself where it has keys."""
     row: int | None = None
 
@@ -68,7 +68,7 @@ Ways = Iterator[Way | CheckFinding]
 
 
 @dataclass(frozen=True)
-class Check:
+class Question:
     """A claim, and the pairs of runs that prove it or do not."""
 
     name: str
@@ -80,7 +80,7 @@ class Check:
     run: Callable[[Any], Ways]
 
 
-CHECKS: dict[str, Check] = {}
+CHECKS: dict[str, Question] = {}
 """In an order in which a fault is first named by the check that says most about it."""
 
 
@@ -91,13 +91,13 @@ def claims(name: str, claim: str, *needs: str, of_whole_models: bool = False) ->
     """A check of that name."""
 
     def register(run: Run) -> Run:
-        CHECKS[name] = Check(name, claim, needs, of_whole_models, run)
+        CHECKS[name] = Question(name, claim, needs, of_whole_models, run)
         return run
 
     return register
 
 
-def carry_out(check: Check, subject: Subject) -> CheckResult:
+def carry_out(check: Question, subject: Subject) -> CheckResult:
     """Compare all ways of a check. Of those that differ, the first is named, with how many others do."""
     lacking = next((subject.lacks[need] for need in check.needs if need in subject.lacks), None)
     if lacking is not None:
@@ -154,7 +154,7 @@ def carry_out(check: Check, subject: Subject) -> CheckResult:
     )
 
 
-def _not_applicable(check: Check, why: str) -> CheckResult:
+def _not_applicable(check: Question, why: str) -> CheckResult:
     return CheckResult(name=check.name, claim=check.claim, status="not applicable", reason=why)
 
 
@@ -173,7 +173,7 @@ def two_runs(subject: Subject) -> Ways:
 def depth(subject: LoopedSubject) -> Ways:
     """Exits of one deep run, read at its end, against runs that stop there; with a cache, after a deeper prefix."""
     model, ids_BT, trained, deepest = subject.model, subject.ids_BT[:1], subject.num_loops, subject.deepest
-    positions, deep = [range(ids_BT.shape[1])], Record()
+    positions, deep = [range(ids_BT.shape[1])], Computed()
     with torch.no_grad():
         states = [model.embed(ids_BT)]
         for k in range(1, deepest + 1):
@@ -186,10 +186,10 @@ def depth(subject: LoopedSubject) -> Ways:
     if "cache" in subject.lacks:
         return
     last, session = subject.tokens - 1, subject.session()
-    session.run(ids_BT[:, :last], [Record()])
+    session.run(ids_BT[:, :last], [Computed()])
     expected = subject.pieces(0, [last, 1])
     for n in sorted({1, trained - 1, trained, deepest} - {0}):
-        got = Record()
+        got = Computed()
         session.run(ids_BT[:, last:], [got], n)
         session.take_back(1)
         yield Way(f"a token at {n} loops after a prefix at {deepest}", got, expected)
@@ -215,7 +215,7 @@ def neighbours(subject: Subject) -> Ways:
     if "cache" in subject.lacks:
         return
     half, tokens = subject.tokens // 2, subject.tokens
-    sizes, session, records = [half, *[1] * (tokens - half)], subject.session(TEXTS), [Record() for _ in range(TEXTS)]
+    sizes, session, records = [half, *[1] * (tokens - half)], subject.session(TEXTS), [Computed() for _ in range(TEXTS)]
     for ids_BT in subject.ids_BT.split(sizes, 1):
         session.run(ids_BT, records)
     for row, got in enumerate(records):
@@ -280,9 +280,9 @@ def ragged(subject: LoopedSubject) -> Ways:
     """
     tokens, texts = subject.tokens, subject.ids_BT
     lengths = [2, tokens - 5, 1]
-    cache, records = subject.new_cache(TEXTS), [Record() for _ in range(TEXTS)]
+    cache, records = subject.new_cache(TEXTS), [Computed() for _ in range(TEXTS)]
     rubbish_BT = subject.wrong_ids_T.expand(TEXTS, -1)
-    subject.cached(cache.append(tokens), rubbish_BT, [Record() for _ in range(TEXTS)])
+    subject.cached(cache.append(tokens), rubbish_BT, [Computed() for _ in range(TEXTS)])
     for row, length in enumerate(lengths):
         cache.truncate(0, row)
         subject.cached(cache.append(length, [row]), texts[row : row + 1, :length], [records[row]])
@@ -299,7 +299,7 @@ def ragged(subject: LoopedSubject) -> Ways:
 def padded(subject: WholeSubject) -> Ways:
     """Rows of different lengths, padded on the left: in one pass, and with a cache over the last tokens."""
     ids_BS, mask_BS = subject.left_padded()
-    whole = [Record() for _ in subject.ids_BT]
+    whole = [Computed() for _ in subject.ids_BT]
     with torch.no_grad():
         logits_BSV = subject.model.logits(ids_BS, mask_BS=mask_BS)
     for row, length in enumerate(mask_BS.sum(1).tolist()):
@@ -307,7 +307,7 @@ def padded(subject: WholeSubject) -> Ways:
         yield Way(f"row {row}, padded by {TOKENS - length} tokens", whole[row], subject.alone[row], row=row)
     if "cache" in subject.lacks:
         return
-    decoded, session = [Record() for _ in subject.ids_BT], WholeSession(subject.model)
+    decoded, session = [Computed() for _ in subject.ids_BT], WholeSession(subject.model)
     for ids_BT in ids_BS.split([TOKENS - 3, 1, 1, 1], 1):
         session.run(ids_BT, decoded, mask_BS=mask_BS[:, : session.length + ids_BT.shape[1]])
     for row, length in enumerate(mask_BS.sum(1).tolist()):
@@ -322,12 +322,12 @@ def rollback(subject: Subject) -> Ways:
     sizes = [start, 1, subject.tokens - start - 1]
     expected = subject.pieces(0, sizes)
     for count, deepest in ((3, subject.deepest), (1, subject.deepest), (2, 1))[: 3 if subject.is_looped else 1]:
-        session, got = subject.session(), Record()
+        session, got = subject.session(), Computed()
         for ids_T in subject.ids_BT[0].split(sizes):
             session.run(ids_T[None], [got])
             if session.length + count > subject.tokens:
                 continue
-            session.run(subject.wrong_ids_T[None, :count], [Record()], deepest)
+            session.run(subject.wrong_ids_T[None, :count], [Computed()], deepest)
             if not session.take_back(count):
                 raise NotApplicableError("the model's cache takes no tokens back (no crop)")
         loops = "" if deepest is None else f" at {deepest} loops"
@@ -338,14 +338,14 @@ def rollback(subject: Subject) -> Ways:
 def mixed_depths(subject: LoopedSubject) -> Ways:
     """Lanes that start one call after another, so that each is at another loop: of different rows, and of one."""
     lengths = [4, 2, 5]
-    cache, records = subject.new_cache(TEXTS), [Record() for _ in range(TEXTS)]
+    cache, records = subject.new_cache(TEXTS), [Computed() for _ in range(TEXTS)]
     for row, length in enumerate(lengths):
         subject.cached(cache.append(length, [row]), subject.ids_BT[row : row + 1, :length], [records[row]])
         cache.append(1, [row])
     _staggered(subject, cache, [0, 1, 2], lengths, records)
     for row, got in enumerate(records):
         yield Way(f"row {row}, beside rows at other loops", got, subject.pieces(row, [lengths[row], 1]), row=row)
-    cache, record = subject.new_cache(), Record()
+    cache, record = subject.new_cache(), Computed()
     subject.cached(cache.append(4), subject.ids_BT[:1, :4], [record])
     cache.append(TEXTS)
     _staggered(subject, cache, [0] * TEXTS, [4, 5, 6], [record] * TEXTS)
@@ -354,7 +354,7 @@ def mixed_depths(subject: LoopedSubject) -> Ways:
 
 @torch.no_grad()
 def _staggered(
-    subject: LoopedSubject, cache: KVCache, rows: list[int], starts: list[int], records: list[Record]
+    subject: LoopedSubject, cache: KVCache, rows: list[int], starts: list[int], records: list[Computed]
 ) -> None:
     """One new token per lane; lane i runs loop k in call k + i."""
     model = MixedDepths.needed(subject.model, "rows at different loops")

@@ -213,7 +213,7 @@ class Cosine(Rule, name="cosine"):
         return torch.cosine_similarity(look.state.h_BTD.float(), look.before.state.h_BTD.float(), dim=-1)
 
 
-class Gate(Rule, name="gate"):
+class GateRule(Rule, name="gate"):
     """Σ_{j ≤ k} p_j, the cumulative exit probability of the model's own gate (Ouro)."""
 
     @classmethod

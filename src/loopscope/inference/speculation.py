@@ -64,7 +64,7 @@ MOST_DRAFTED = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftPlan:
     """What runs: plain decoding, a look at every exit, blocks, or waves."""
 
     kind: str = "plain"
@@ -78,19 +78,19 @@ class Plan:
         return self.kind + numbers.get(self.kind, "")
 
 
-PLAIN, LOOK = Plan(), Plan("look")
+PLAIN, LOOK = DraftPlan(), DraftPlan("look")
 
 
-def parse_plan(text: str) -> Plan | None:
+def parse_plan(text: str) -> DraftPlan | None:
     """auto (None), plain, block:D,M or wave:D."""
     if text == "auto":
         return None
     if text == "plain":
         return PLAIN
     if found := re.fullmatch(r"block:(\d{1,4}),(\d{1,4})", text):
-        return Plan("block", int(found[1]), int(found[2]))
+        return DraftPlan("block", int(found[1]), int(found[2]))
     if found := re.fullmatch(r"wave:(\d{1,4})", text):
-        return Plan("wave", int(found[1]))
+        return DraftPlan("wave", int(found[1]))
     raise ConfigError.of("speculate", text, "expected auto, plain, block:D,M or wave:D (D loops draft, M tokens)")
 
 
@@ -132,7 +132,7 @@ class Times:
     lanes: dict[int, float] = field(default_factory=dict)
     readout: dict[int, float] = field(default_factory=dict)
 
-    def predicted(self, plan: Plan, num_loops: int, acceptance: float) -> float:
+    def predicted(self, plan: DraftPlan, num_loops: int, acceptance: float) -> float:
         """Seconds a token, by the equations above."""
         d, m = plan.loops, plan.tokens
         if plan.kind == "plain":
@@ -155,7 +155,7 @@ class Speculator:
         *,
         sampling: Sampling | None = None,
         limits: Limits | None = None,
-        plan: Plan | None = None,
+        plan: DraftPlan | None = None,
     ) -> None:
         """`plan` None: what runs follows from measured acceptance and times."""
         self.model, self.num_loops = model, num_loops
@@ -166,7 +166,7 @@ class Speculator:
         self.acceptance = {d: Acceptance() for d in range(1, num_loops)}
         """By loops that draft."""
         self._times: Times | None = None
-        self._excess: dict[str, float] = {}
+        self.excess: dict[str, float] = {}
         """By kind of plan: seconds that a token took, over those that were predicted."""
         self._plain_until = 0
         if plan is not None and plan.kind != "plain" and not 1 <= plan.loops < num_loops:
@@ -197,13 +197,13 @@ class Speculator:
                 seconds += time.perf_counter() - started  # what the caller does between two tokens is not counted
                 made += 1
                 if made % COMPARED == 0:  # a wave may go on for long
-                    self._compare(plan, seconds / made)
+                    self.note_time(plan, seconds / made)
                 yield emitted
                 started = time.perf_counter()
             self.tally.plans[str(plan)] = self.tally.plans.get(str(plan), 0) + made
-            self._compare(plan, seconds / made)
+            self.note_time(plan, seconds / made)
 
-    def _run(self, plan: Plan) -> Iterator[tuple[Continuation, Token]]:
+    def _run(self, plan: DraftPlan) -> Iterator[tuple[Continuation, Token]]:
         """Tokens of one plan, at least one."""
         if plan.kind == "look":
             yield self._look()
@@ -244,7 +244,7 @@ class Speculator:
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
-    def _block(self, plan: Plan) -> Iterator[tuple[Continuation, Token]]:
+    def _block(self, plan: DraftPlan) -> Iterator[tuple[Continuation, Token]]:
         start, d, seen = self.cache.lengths[0], plan.loops, self._text.ids
         states: list[LoopState] = []
         drafts: list[int] = []
@@ -287,7 +287,7 @@ class Speculator:
 
     # --- waves -------------------------------------------------------------------------------------------------------
 
-    def _wave(self, plan: Plan) -> Iterator[tuple[Continuation, Token]]:
+    def _wave(self, plan: DraftPlan) -> Iterator[tuple[Continuation, Token]]:
         """Lanes, the newest first, until a draft is rejected, the text ends, or another plan is better."""
         model, d, oldest = MixedDepths.needed(self.model, "a wave"), plan.loops, self.cache.lengths[0]
         joint: LoopState | None = None
@@ -340,7 +340,7 @@ class Speculator:
 
     # --- what runs next ----------------------------------------------------------------------------------------------
 
-    def _next_plan(self, plan: Plan) -> Plan:
+    def _next_plan(self, plan: DraftPlan) -> DraftPlan:
         """What was asked for; else a look at the exits when it is time for one, and the best plan now and then."""
         done = len(self._text.tokens)
         if self.plan is not None:
@@ -351,41 +351,41 @@ class Speculator:
             self._look_until = done + LOOKED_AT // 3
             return LOOK
         if self._times is None:
-            self._times = self._measured()
-        if "plain" not in self._excess or (plan == PLAIN and done < self._plain_until):
-            self._plain_until = self._plain_until if "plain" in self._excess else done + COMPARED
+            self._times = self.measure_times()
+        if "plain" not in self.excess or (plan == PLAIN and done < self._plain_until):
+            self._plain_until = self._plain_until if "plain" in self.excess else done + COMPARED
             return PLAIN
         if plan == LOOK or done >= self._planned_until:
             self._planned_until = done + PLANNED
             return self._best_plan()
         return plan
 
-    def _compare(self, plan: Plan, seconds: float) -> None:
+    def note_time(self, plan: DraftPlan, seconds: float) -> None:
         """Note by how much a token took longer than predicted: embedding, choosing and Python are in no equation."""
         if self._times is None or plan == LOOK:
             return
         rate = self.acceptance[plan.loops].rate if plan.loops else 0.0
         excess = seconds / self._times.predicted(plan, self.num_loops, rate)
-        self._excess[plan.kind] = 0.9 * self._excess.get(plan.kind, excess) + 0.1 * excess
+        self.excess[plan.kind] = 0.9 * self.excess.get(plan.kind, excess) + 0.1 * excess
 
-    def _best_plan(self) -> Plan:
+    def _best_plan(self) -> DraftPlan:
         """The plan with the least predicted time a token, if it gains anything worth the trouble."""
         assert self._times is not None
         draft_loops = range(1, self.num_loops)
-        plans = [Plan("block", d, m) for d in draft_loops for m in range(2, MOST_DRAFTED + 1)]
+        plans = [DraftPlan("block", d, m) for d in draft_loops for m in range(2, MOST_DRAFTED + 1)]
         if MixedDepths.of(self.model) is not None:
-            plans += [Plan("wave", d) for d in draft_loops]
+            plans += [DraftPlan("wave", d) for d in draft_loops]
         rates = {d: acceptance.rate for d, acceptance in self.acceptance.items()}
-        usual = self._excess["plain"]
+        usual = self.excess["plain"]
         seconds = {
-            plan: self._times.predicted(plan, self.num_loops, rates[plan.loops]) * self._excess.get(plan.kind, usual)
+            plan: self._times.predicted(plan, self.num_loops, rates[plan.loops]) * self.excess.get(plan.kind, usual)
             for plan in plans
         }
         best = min(plans, key=lambda plan: seconds[plan])
         plain = self._times.predicted(PLAIN, self.num_loops, 0.0) * usual
         return best if plain >= WORTH_IT * seconds[best] else PLAIN
 
-    def _measured(self, rounds: int = 5) -> Times:
+    def measure_times(self, rounds: int = 5) -> Times:
         """Loops and readouts over 1 … m tokens and lanes, at positions after the text: nothing there is ever read."""
         start, token = self.cache.lengths[0], self._text.ids[-1]
         room = (self.limits.context or start + MOST_DRAFTED) - start

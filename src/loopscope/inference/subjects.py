@@ -19,7 +19,7 @@ from torch import Tensor
 
 from loopscope.errors import ConfigError, ProtocolError
 from loopscope.inference.cache import CacheView, KVCache
-from loopscope.inference.comparison import Record, Stage, Tolerance, compare, nudged
+from loopscope.inference.comparison import Computed, Stage, Tolerance, compare, nudged
 from loopscope.inference.decoding import device_of
 from loopscope.protocol import Cached, LoopedModel, LoopState, MixedDepths, Slot
 
@@ -40,7 +40,7 @@ class Session(Protocol):
         """Of the text so far."""
         ...
 
-    def run(self, ids_BT: Tensor, records: Sequence[Record], deepest: int | None = None) -> None:
+    def run(self, ids_BT: Tensor, records: Sequence[Computed], deepest: int | None = None) -> None:
         """The next tokens, to all loops or to fewer."""
         ...
 
@@ -73,7 +73,7 @@ class Subject(ABC):
             ) from error
         if any(not values.isfinite().all() for stage in first.outputs.values() for values in stage.values()):
             self.notes.append("the model's own numbers are not finite: nothing that is compared means much")
-        self._keyed: dict[int, Record | None] = {}
+        self._keyed: dict[int, Computed | None] = {}
 
     def find_tolerance(self) -> None:
         """What each text gives alone, and how far others may be: by the dtype of the logits, the layers run, and what
@@ -96,25 +96,25 @@ class Subject(ABC):
     # --- ways of running ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def plain(self, ids_BT: Tensor, deepest: int | None = None) -> list[Record]:
+    def plain(self, ids_BT: Tensor, deepest: int | None = None) -> list[Computed]:
         """Rows of equal length without a cache."""
 
     @abstractmethod
-    def rounded(self) -> Record:
+    def rounded(self) -> Computed:
         """The first text with a rounding put in on purpose."""
 
     @abstractmethod
     def session(self, rows: int = 1) -> Session:
         """An empty cache, for so many rows at once."""
 
-    def pieces(self, text: int, sizes: Sequence[int]) -> Record:
+    def pieces(self, text: int, sizes: Sequence[int]) -> Computed:
         """One text alone through a cache, in pieces of these sizes."""
-        record, session = Record(), self.session()
+        record, session = Computed(), self.session()
         for ids_T in self.ids_BT[text][: sum(sizes)].split(list(sizes)):
             session.run(ids_T[None], [record])
         return record
 
-    def keyed(self, text: int = 0) -> Record | None:
+    def keyed(self, text: int = 0) -> Computed | None:
         """A cached run of a text whose outputs are those without a cache: its keys are the right ones."""
         if text not in self._keyed:
             self._keyed[text] = None
@@ -144,7 +144,7 @@ def place_of(error: BaseException) -> str:
 class Watched:
     """A view of the cache that keeps what is written through it; implements `protocol.Cache`."""
 
-    def __init__(self, view: CacheView, records: Sequence[Record], loops: tuple[int, ...] = ()) -> None:
+    def __init__(self, view: CacheView, records: Sequence[Computed], loops: tuple[int, ...] = ()) -> None:
         self.view, self.records, self.loops = view, records, loops
         """`loops`: that each row of the call is at, in truth."""
 
@@ -194,9 +194,9 @@ class LoopedSubject(Subject):
         self.find_tolerance()
 
     @torch.no_grad()
-    def rounded(self) -> Record:
+    def rounded(self) -> Computed:
         """The state is rounded before every loop."""
-        record, positions = Record(), [range(self.tokens)]
+        record, positions = Computed(), [range(self.tokens)]
         state = self.model.embed(self.ids_BT[:1])
         for k in range(1, self.deepest + 1):
             state = self.model.loop(state.with_h(nudged(state.h_BTD)), k)
@@ -205,9 +205,9 @@ class LoopedSubject(Subject):
         return record
 
     @torch.no_grad()
-    def plain(self, ids_BT: Tensor, deepest: int | None = None) -> list[Record]:
+    def plain(self, ids_BT: Tensor, deepest: int | None = None) -> list[Computed]:
         """Every exit is read as soon as it is there."""
-        records = [Record() for _ in ids_BT]
+        records = [Computed() for _ in ids_BT]
         model, positions = self.model, [range(ids_BT.shape[1])] * len(ids_BT)
         state = model.embed(ids_BT)
         keep_state(records, positions, state, 0)
@@ -218,7 +218,7 @@ class LoopedSubject(Subject):
         return records
 
     @torch.no_grad()
-    def cached(self, view: CacheView, ids_BT: Tensor, records: Sequence[Record], deepest: int | None = None) -> None:
+    def cached(self, view: CacheView, ids_BT: Tensor, records: Sequence[Computed], deepest: int | None = None) -> None:
         """Some tokens against earlier ones, every exit read."""
         model, watched = Cached.needed(self.model, "a cached run"), Watched(view, records, (0,) * len(records))
         positions = view.positions(ids_BT.shape[1]).expand(ids_BT.shape).tolist()
@@ -249,7 +249,7 @@ class LoopedSession:
         """Of the text so far."""
         return self._cache.lengths[0]
 
-    def run(self, ids_BT: Tensor, records: Sequence[Record], deepest: int | None = None) -> None:
+    def run(self, ids_BT: Tensor, records: Sequence[Computed], deepest: int | None = None) -> None:
         """The next tokens."""
         self._subject.cached(self._cache.append(ids_BT.shape[1]), ids_BT, records, deepest)
 
@@ -260,7 +260,7 @@ class LoopedSession:
         return True
 
 
-def keep_state(records: Sequence[Record], positions: Sequence[Sequence[int]], state: LoopState, k: int) -> None:
+def keep_state(records: Sequence[Computed], positions: Sequence[Sequence[int]], state: LoopState, k: int) -> None:
     """The state after loop k, with what it carries of every token."""
     keep(records, positions, Stage(k, "state"), state.h_BTD)
     for name, tensor in state.carried.items():
@@ -268,7 +268,7 @@ def keep_state(records: Sequence[Record], positions: Sequence[Sequence[int]], st
             keep(records, positions, Stage(k, f"carried {name}"), tensor)
 
 
-def keep(records: Sequence[Record], positions: Sequence[Sequence[int]], stage: Stage, values_BTD: Tensor) -> None:
+def keep(records: Sequence[Computed], positions: Sequence[Sequence[int]], stage: Stage, values_BTD: Tensor) -> None:
     """One output of every row, each in its own record."""
     for record, own, values_TD in zip(records, positions, values_BTD, strict=True):
         record.keep(stage, own, values_TD.flatten(1))
@@ -332,16 +332,16 @@ class WholeSubject(Subject):
         self.find_tolerance()
 
     @torch.no_grad()
-    def rounded(self) -> Record:
+    def rounded(self) -> Computed:
         """The embedded tokens are rounded."""
-        record = Record()
+        record = Computed()
         record.keep(LOGITS, range(self.tokens), self.model.logits_of_rounded(self.ids_BT[:1])[0])
         return record
 
     @torch.no_grad()
-    def plain(self, ids_BT: Tensor, deepest: int | None = None) -> list[Record]:
+    def plain(self, ids_BT: Tensor, deepest: int | None = None) -> list[Computed]:
         """Logits alone."""
-        records = [Record() for _ in ids_BT]
+        records = [Computed() for _ in ids_BT]
         for record, logits_TV in zip(records, self.model.logits(ids_BT), strict=True):
             record.keep(LOGITS, range(ids_BT.shape[1]), logits_TV)
         return records
@@ -368,7 +368,7 @@ class WholeSession:
     def run(
         self,
         ids_BT: Tensor,
-        records: Sequence[Record],
+        records: Sequence[Computed],
         deepest: int | None = None,
         mask_BS: Tensor | None = None,
     ) -> None:

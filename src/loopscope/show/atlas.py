@@ -39,7 +39,7 @@ GROWTH = Axis(f"growth of ‖h‖, {FAR} loops", "log", shows=(0.5, BEYOND), tic
 
 
 @dataclass(frozen=True)
-class Line:
+class NormLine:
     """A row of the matrix."""
 
     design: Described
@@ -102,7 +102,7 @@ def render(record: AtlasRecord) -> str:
     )
 
 
-def matrix(record: AtlasRecord) -> list[Line]:
+def matrix(record: AtlasRecord) -> list[NormLine]:
     """Every design in every setting that it was asked for."""
     made = []
     for setting in record.settings():
@@ -114,7 +114,7 @@ def matrix(record: AtlasRecord) -> list[Line]:
             known = entry is not None and entry.trained is not None and entry.is_learnt is not False
             blind = bool(entry.trained.blind) if known and entry and entry.trained else None
             anchor = entry.anchor if entry else f"design-{design.name}"
-            made.append(Line(design, setting, cells, anchor, blind))
+            made.append(NormLine(design, setting, cells, anchor, blind))
     return made
 
 

@@ -34,7 +34,7 @@ NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
-class Rule:
+class SarifRule:
     """A kind of finding."""
 
     id: str
@@ -46,7 +46,7 @@ class Rule:
 
 
 RULES = (
-    Rule(
+    SarifRule(
         id="blind-variable",
         name="BlindVariable",
         level="error",
@@ -56,7 +56,7 @@ RULES = (
         help="Let a loss see the variable (a norm penalty; a raw or final-only readout) or take it out of the loop (an "
         "inter-loop norm). `loopscope audit FILE` shows the evidence in full; docs/audit.md explains every verdict.",
     ),
-    Rule(
+    SarifRule(
         id="undecided",
         name="Undecided",
         level="warning",
@@ -92,7 +92,7 @@ class Place:
 class Finding:
     """Something that fails the gate."""
 
-    rule: Rule
+    rule: SarifRule
     name: str
     """The variable, or WHOLE."""
     evidence: str
@@ -187,7 +187,7 @@ def _line_in(node: yaml.Node | None, key: tuple[str, ...]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlacedSetting:
     """A field of a configuration with a value."""
 
     key: tuple[str, ...]
@@ -198,13 +198,13 @@ class Setting:
         return f"{section}: {{{name}: {self.value}}}"
 
 
-def _setting(flag: str | None) -> Setting | None:
+def _setting(flag: str | None) -> PlacedSetting | None:
     """`--norm-penalty 0.01` as a configuration has it: objective: {norm_penalty: 0.01}."""
     typed, _, value = (flag or "").partition(" ")
     name = typed.removeprefix("--").replace("-", "_")
     for section, config in (("model", ModelConfig), ("objective", ObjectiveConfig)):
         if any(field.name == name for field in dataclasses.fields(config)):
-            return Setting((section, name), value)
+            return PlacedSetting((section, name), value)
     return None
 
 

@@ -14,7 +14,7 @@ from loopscope.results.thresholds import FURTHEST, TENFOLD
 from loopscope.show.numbers import fold, percent
 
 
-class Remedy(NamedTuple):
+class Advice(NamedTuple):
     """What to do about a blind variable, and the flag that does it, where one does."""
 
     text: str
@@ -22,18 +22,18 @@ class Remedy(NamedTuple):
 
 
 REMEDIES = {
-    "scale": Remedy(
+    "scale": Advice(
         "let a loss see the scale (a norm penalty; a raw or final-only readout) or take it out of the loop "
         "(an inter-loop norm)",
         f"--norm-penalty {PAPER_PENALTY}",
     ),
-    "mean": Remedy("read out through RMSNorm or raw, or norm between loops with LayerNorm", "--readout rmsnorm"),
+    "mean": Advice("read out through RMSNorm or raw, or norm between loops with LayerNorm", "--readout rmsnorm"),
 }
 """Of named fields."""
-OTHER_REMEDY = Remedy(
+OTHER_REMEDY = Advice(
     "let the readout see these directions, or add a loss term on them", f"--norm-penalty {PAPER_PENALTY}"
 )
-TENSOR_REMEDY = Remedy("let an exit read this tensor, add a loss term on it, or norm it between loops", None)
+TENSOR_REMEDY = Advice("let an exit read this tensor, add a loss term on it, or norm it between loops", None)
 
 
 # --- clauses ---------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _of_a_memory(one: Variable) -> tuple[str, str]:
     ), ""
 
 
-def remedy(variable: Variable) -> Remedy | None:
+def remedy(variable: Variable) -> Advice | None:
     """What to do about a blind variable; None about another."""
     if variable.verdict != "blind":
         return None

@@ -38,7 +38,7 @@ STATES = {
 
 
 @dataclass(frozen=True)
-class Point:
+class VerdictLine:
     """A sentence of the verdict, and what it is about."""
 
     about: str
@@ -54,7 +54,7 @@ class Verdict:
 
     tone: Literal["bad", "good", "open"]
     headline: str
-    points: list[Point]
+    points: list[VerdictLine]
 
     @property
     def sentences(self) -> list[str]:
@@ -79,13 +79,13 @@ def judge(
     """The verdict on everything that is on the page."""
     tone, headline = _headline(groups, audits, claims)
     points = [
-        Point("Where", _where(audits)),
-        Point("Free range", _free(audits)),
-        Point("Scale", _scale(groups)),
-        Point("Exits", _exits(groups)),
-        Point("Remedy", _remedies(audits)),
+        VerdictLine("Where", _where(audits)),
+        VerdictLine("Free range", _free(audits)),
+        VerdictLine("Scale", _scale(groups)),
+        VerdictLine("Exits", _exits(groups)),
+        VerdictLine("Remedy", _remedies(audits)),
         *_claims(claims),
-        Point("Mind", _missing(groups, grids)),
+        VerdictLine("Mind", _missing(groups, grids)),
     ]
     return Verdict(tone, headline, [point for point in points if point.text])
 
@@ -250,7 +250,7 @@ def _remedies(audits: Sequence[AuditView]) -> str:
     return f"the audits suggest training with {_listed(parts)}; see Audits and remedies on the page." if parts else ""
 
 
-def _claims(tables: Sequence[ClaimTable]) -> list[Point]:
+def _claims(tables: Sequence[ClaimTable]) -> list[VerdictLine]:
     """One sentence for all splits of which the same is to be said."""
     said: dict[tuple[str, str], list[str]] = {}
     for table in tables:
@@ -268,7 +268,9 @@ def _claims(tables: Sequence[ClaimTable]) -> list[Point]:
             parts.append(f"{_listed(absent)} {'was' if len(absent) == 1 else 'were'} not measured")
         said.setdefault((table.about, "; ".join(parts)), []).append(table.split)
     return [
-        Point(f"Claims of the paper ({' · '.join(part for part in (about, _listed(splits)) if part)})", f"{verdict}.")
+        VerdictLine(
+            f"Claims of the paper ({' · '.join(part for part in (about, _listed(splits)) if part)})", f"{verdict}."
+        )
         for (about, verdict), splits in said.items()
     ]
 
