@@ -60,7 +60,7 @@ class AuditView:
     notes: list[str]
 
     @property
-    def remedies(self) -> list[sentences.Remedy]:
+    def remedies(self) -> list[sentences.Advice]:
         """What to do about each blind variable."""
         return [remedy for variable in self.variables if (remedy := sentences.remedy(variable)) is not None]
 
