@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loopscope.show import atlas
-from loopscope.studies.publication import publish
+from loopscope.studies.tables import publish
 
 RECORDS = Path(__file__).parent.parent / "records"
 

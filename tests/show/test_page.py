@@ -32,8 +32,7 @@ from loopscope.results.record import load_record, write_record
 from loopscope.results.run import Manifest
 from loopscope.show import page as build
 from loopscope.show.chart import Chart, Level, Style
-from loopscope.show.grouping import compare, group_runs
-from loopscope.show.inputs import Inputs, read_inputs
+from loopscope.show.inputs import Inputs, compare, group_runs, read_inputs
 from loopscope.show.numbers import plain
 from loopscope.show.page import build_report, render, write_report
 
@@ -94,7 +93,7 @@ class Elements(HTMLParser):
 def charts_of(*paths: Path) -> dict[str, Chart]:
     """The charts of the page that have something in them, by name."""
     groups = group_runs(read_inputs(paths).runs)
-    charts = [draw(groups) for _, draws in build.CHAPTERS for draw in draws]
+    charts = [draw(groups) for *_, draws in build.CHAPTERS for draw in draws]
     return {chart.name: chart for chart in charts if chart.is_drawn}
 
 
@@ -515,9 +514,9 @@ def test_conditions_have_the_names_and_the_order_of_the_paper(reproduction):
 def test_a_condition_looks_the_same_on_every_page_and_no_two_look_alike(tmp_path, reproduction):
     write_reproduction(tmp_path / "all", {"per-loop+penalty": 1, "per-loop+layernorm": 1}, modern=("per-loop+raw",))
 
-    def looks(path: Path) -> dict[str, tuple[int, str, str, bool]]:
+    def looks(path: Path) -> dict[str, Style]:
         groups = group_runs(read_inputs([path]).runs)
-        return {group.label: (group.colour, group.symbol, group.dash, group.is_open) for group in groups}
+        return {group.label: group.style for group in groups}
 
     small, large = looks(reproduction), looks(tmp_path / "all")
     assert small["per-loop + penalty"] == large["per-loop + penalty"]

@@ -406,7 +406,7 @@ def test_claims_tables_and_figures_are_made_without_torch(grid):
     for path in grid.glob("rows/*/audit.json"):
         path.unlink()  # half of the figures will do
     code = (
-        "import sys; from pathlib import Path; from loopscope.studies.publication import publish; "
+        "import sys; from pathlib import Path; from loopscope.studies.tables import publish; "
         f"publish(Path({str(grid)!r}), print); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -20,9 +20,8 @@ from loopscope.runs import RunFolder
 from loopscope.show.table import Table
 from loopscope.show.verdict import verdict_on
 from loopscope.studies.paper_claims import judge_all
-from loopscope.studies.publication import publish
 from loopscope.studies.results import read_results
-from loopscope.studies.tables import all_tables, depths_csv
+from loopscope.studies.tables import all_tables, depths_csv, publish
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ Figures 5 to 7 have commands of their own:
     def run(self) -> int:
         """Run what is not finished, then judge, and print."""
         from loopscope.rows.grid import laid_out
-        from loopscope.studies.publication import publish
+        from loopscope.studies.tables import publish
 
         out = self.out or Path("runs") / f"reproduce-{self.size}"
         rows: list[RowStatus] = []

@@ -22,76 +22,60 @@ from loopscope.errors import ConfigError, UnsupportedError
 from loopscope.files import write_atomically
 from loopscope.show import figures, sections
 from loopscope.show.chart import Chart
-from loopscope.show.grouping import Group, compare, group_runs
-from loopscope.show.inputs import Inputs, read_inputs
-from loopscope.show.series import style_of
+from loopscope.show.inputs import Group, Inputs, compare, group_runs, read_inputs
 from loopscope.show.verdict import Verdict, judge
 
 HERE = Path(__file__).parent
 
 Draw = Callable[[Sequence[Group]], Chart]
-CHAPTERS: tuple[tuple[tuple[str, str, str, str], tuple[Draw, ...]], ...] = (
+CHAPTERS: tuple[tuple[str, str, str, str, tuple[Draw, ...]], ...] = (
     (
-        (
-            "plane",
-            "2×2 plane",
-            "The 2×2 plane",
-            "Two separate questions: can one leave early, and does the scale hold?",
-        ),
+        "plane",
+        "2×2 plane",
+        "The 2×2 plane",
+        "Two separate questions: can one leave early, and does the scale hold?",
         (figures.plane,),
     ),
     (
-        (
-            "norms",
-            "Norms",
-            "Norms over loops and over training",
-            "How long the state is, loop by loop and step by step. Nothing holds a length that no loss sees.",
-        ),
+        "norms",
+        "Norms",
+        "Norms over loops and over training",
+        "How long the state is, loop by loop and step by step. Nothing holds a length that no loss sees.",
         (figures.norm_over_loops, figures.norm_over_training),
     ),
     (
-        (
-            "gradient",
-            "Radial gradient",
-            "What the loss can see: the radial gradient",
-            "A loss can only correct what its gradient points at.",
-        ),
+        "gradient",
+        "Radial gradient",
+        "What the loss can see: the radial gradient",
+        "A loss can only correct what its gradient points at.",
         (figures.share_over_loops, figures.share_over_training),
     ),
     (
-        (
-            "alpha",
-            "α-sweep",
-            "What the loss can see: the α-sweep",
-            "The same question, asked by experiment.",
-        ),
+        "alpha",
+        "α-sweep",
+        "What the loss can see: the α-sweep",
+        "The same question, asked by experiment.",
         (figures.alpha_sweep,),
     ),
     (
-        (
-            "activity",
-            "30 loops",
-            "What the loop carries: 30 loops",
-            "A hidden variable does harm only if the loop carries it on: here the loop runs far beyond its training.",
-        ),
+        "activity",
+        "30 loops",
+        "What the loop carries: 30 loops",
+        "A hidden variable does harm only if the loop carries it on: here the loop runs far beyond its training.",
         (figures.scale_over_loops, figures.increments, figures.angular_motion),
     ),
     (
-        (
-            "frontier",
-            "Depth and quality",
-            "Depth and quality: the frontier",
-            "What each further loop buys.",
-        ),
+        "frontier",
+        "Depth and quality",
+        "Depth and quality: the frontier",
+        "What each further loop buys.",
         (figures.frontier, figures.halting, figures.certified, figures.speed),
     ),
     (
-        (
-            "halting",
-            "Halting",
-            "Leaving early: halting and gates",
-            "Which loops a token can do without, and whether a gate can tell.",
-        ),
+        "halting",
+        "Halting",
+        "Leaving early: halting and gates",
+        "Which loops a token can do without, and whether a gate can tell.",
         (figures.gates,),
     ),
 )
@@ -141,7 +125,10 @@ def write_report(paths: Sequence[Path], out: Path, title: str | None = None) -> 
 def render(inputs: Inputs, title: str | None = None) -> Page:
     """The page about runs and reproductions that were read."""
     groups = group_runs(inputs.runs)
-    chapters = [Chapter(*told, [draw(groups) for draw in draws]) for told, draws in CHAPTERS]
+    chapters = [
+        Chapter(anchor, short, name, why, [draw(groups) for draw in draws])
+        for anchor, short, name, why, draws in CHAPTERS
+    ]
     drawn = [chapter for chapter in chapters if chapter.drawn]
     audits, claims = sections.audit_views(groups), sections.claim_tables(inputs.reproductions)
     verdict = judge(groups, audits, claims, inputs.reproductions)
@@ -158,7 +145,7 @@ def render(inputs: Inputs, title: str | None = None) -> Page:
         [(anchor, short) for anchor, short, is_there in parts if is_there],
         styles=("page.css",),
         groups=groups,
-        swatches=[drawings().swatch(style_of(group)) for group in groups],
+        swatches=[drawings().swatch(group.style) for group in groups],
         verdict=verdict,
         chapters=drawn,
         unmeasured=missing,

@@ -16,9 +16,8 @@ from loopscope.results.measures import Run
 from loopscope.results.reproduction import FAILS, HOLDS, Judgement, Measured, Reproduction
 from loopscope.results.run import LoggedEvent
 from loopscope.show import sentences
-from loopscope.show.grouping import Group
+from loopscope.show.inputs import Group, each_run
 from loopscope.show.numbers import fold, percent, plain, signed
-from loopscope.show.series import each_run
 from loopscope.show.table import Column, Table, columns
 
 MOST_EVENTS = 20

@@ -17,11 +17,10 @@ from loopscope.results.measures import (
 )
 from loopscope.results.reproduction import TOO_EARLY, Reproduction
 from loopscope.results.thresholds import CLEAR, FURTHEST
-from loopscope.show.grouping import Group, group_runs
+from loopscope.show.inputs import Group, each_run, group_runs
 from loopscope.show.numbers import brief, fold, signed
 from loopscope.show.sections import AuditView, ClaimTable, audit_views
 from loopscope.show.sentences import driven_by_training, free_to_grow
-from loopscope.show.series import each_run
 
 PER_LOOP, TERMINAL, NORMED, RAW = "per-loop", "terminal", "RMSNorm", "raw"
 SMALL = 0.1
@@ -94,9 +93,9 @@ def _headline(
     groups: Sequence[Group], audits: Sequence[AuditView], claims: Sequence[ClaimTable]
 ) -> tuple[Literal["bad", "good", "open"], str]:
     runs = [run for _, run in each_run(groups)]
-    settled = [audit for audit in audits if audit.run.verdict in ("blind-spot", "controlled")]
+    settled = _with_verdict(audits, "blind-spot", "controlled")
     if settled:
-        blind = [audit for audit in settled if audit.run.verdict == "blind-spot"]
+        blind = _with_verdict(audits, "blind-spot")
         if not blind:
             who = "The audited run is" if len(settled) == 1 else f"All {len(settled)} audited runs are"
             return "good", f"Controlled. {who} free of blind spots: a loss sees, or the loop removes, what it carries."
@@ -130,10 +129,14 @@ def _unseen(blind: Sequence[AuditView]) -> str:
     return "the length of its state" if names == {"scale"} else "something in its state"
 
 
+def _with_verdict(audits: Sequence[AuditView], *verdicts: str) -> list[AuditView]:
+    return [audit for audit in audits if audit.run.verdict in verdicts]
+
+
 def _where(audits: Sequence[AuditView]) -> str:
     """Which conditions the audits found blind, and which not."""
-    blind = [audit for audit in audits if audit.run.verdict == "blind-spot"]
-    free = [audit for audit in audits if audit.run.verdict == "controlled"]
+    blind = _with_verdict(audits, "blind-spot")
+    free = _with_verdict(audits, "controlled")
     if not blind or len(audits) == 1:
         return ""
     return f"{_listed(_labels(blind))}." + (f" Free of it: {_listed(_labels(free))}." if free else "")
@@ -141,7 +144,7 @@ def _where(audits: Sequence[AuditView]) -> str:
 
 def _free(audits: Sequence[AuditView]) -> str:
     """How far the blind variables are free, and whether training drives them; over several runs, from least to most."""
-    blind = [audit for audit in audits if audit.run.verdict == "blind-spot"]
+    blind = _with_verdict(audits, "blind-spot")
     found: dict[str, list[Variable]] = {}
     for variable in (variable for audit in blind for variable in audit.variables):
         if variable.verdict == "blind" and variable.free_range is not None:
@@ -238,7 +241,7 @@ def _exits(groups: Sequence[Group]) -> str:
 
 def _remedies(audits: Sequence[AuditView]) -> str:
     """Flags that the audits suggest; one that not all blind runs need comes with those that do."""
-    blind = [audit for audit in audits if audit.run.verdict == "blind-spot"]
+    blind = _with_verdict(audits, "blind-spot")
     needed: dict[str, list[AuditView]] = {}
     for audit in blind:
         for flag in dict.fromkeys(remedy.flag for remedy in audit.remedies if remedy.flag):
@@ -292,15 +295,12 @@ def _missing(groups: Sequence[Group], grids: Sequence[Reproduction]) -> str:
     unaudited = sum(not run.verdict for run in runs)
     if 0 < unaudited < len(runs):
         parts.append(f"{unaudited} ha{'s' if unaudited == 1 else 've'} not been audited")
-    asked, there = sum(_rows_asked(grid) for grid in grids), sum(bool(run.row) for run in runs)
+    recipes = [recipe for each in grids if each.grid for recipe in each.grid.recipes.values()]
+    asked = sum(len(seeds) for recipe in recipes for seeds in recipe.seeds.values())
+    there = sum(bool(run.row) for run in runs)
     if asked > there:
         parts.append(f"{asked - there} of {asked} rows are not here: not begun yet, or kept elsewhere")
     return f"{'; '.join(parts)}." if parts else ""
-
-
-def _rows_asked(grid: Reproduction) -> int:
-    recipes = grid.grid.recipes.values() if grid.grid else ()
-    return sum(len(seeds) for recipe in recipes for seeds in recipe.seeds.values())
 
 
 def _means(groups: Sequence[Group], of: Callable[[Run], float | None]) -> dict[tuple[str, str], float]:

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from loopscope.results.audit import AuditedLoop, Variable
 from loopscope.results.measures import (
@@ -117,12 +118,10 @@ def _of_scale(of: Callable[[Variable], float | None]) -> Measure:
 
 def thirty_loops(view: View) -> list[Chart]:
     """Scale, its increments with their prediction, and angular step × scale, over the audit's rollout."""
-    scale = _over_loops(view, lambda loop: loop.scale)
-    measured = [replace(each, label="", mode="marks") for each in _over_loops(view, lambda loop: loop.radial_increment)]
-    predicted = [
-        replace(each, label="", mode="lines") for each in _over_loops(view, lambda loop: loop.predicted_increment)
-    ]
-    angle = [replace(each, label="") for each in _over_loops(view, lambda loop: loop.angular_step_times_scale)]
+    scale = _over_loops(view, lambda loop: loop.scale, is_named=True)
+    measured = _over_loops(view, lambda loop: loop.radial_increment, "marks")
+    predicted = _over_loops(view, lambda loop: loop.predicted_increment, "lines")
+    angle = _over_loops(view, lambda loop: loop.angular_step_times_scale)
     x = Axis("loop k", whole=True, shows=(0, ROLLOUT + 1))
     depths = [Level(float(depth), of="x") for depth in sorted({row.num_loops for row in view.rows})]
     log, signed = Axis("", "log"), Axis("", "signed-log", linear_below=0.01)
@@ -137,7 +136,13 @@ def thirty_loops(view: View) -> list[Chart]:
     ]
 
 
-def _over_loops(view: View, of: Callable[[AuditedLoop], float | None]) -> list[Series]:
+def _over_loops(
+    view: View,
+    of: Callable[[AuditedLoop], float | None],
+    mode: Literal["both", "lines", "marks"] = "both",
+    *,
+    is_named: bool = False,
+) -> list[Series]:
     """Of every condition the means over seeds at every loop that has the value."""
     made = []
     for name in view.conditions():
@@ -149,7 +154,8 @@ def _over_loops(view: View, of: Callable[[AuditedLoop], float | None]) -> list[S
         ks = sorted(values)
         if ks:
             style = replace(STYLES[name], size=3.0, width=1.2)
-            made.append(Series(label=_label(view, name), xs=ks, ys=[mean(values[k]) for k in ks], style=style))
+            label = _label(view, name) if is_named else ""
+            made.append(Series(label=label, xs=ks, ys=[mean(values[k]) for k in ks], style=style, mode=mode))
     return made
 
 
@@ -206,13 +212,14 @@ def gates(view: View) -> list[Chart]:
         for reads, side in (("h", -0.1), ("norm(h)", 0.1)):
             rows = [row.halting for row in view.of(name).values() if row.halting]
             found = [gate for row in rows for gate in row.gates if gate.reads == reads]
-            loops = [loop for gate in found for loop in gate.loops if loop.k and loop.norm and loop.logit is not None]
-            ks = sorted({loop.k for loop in loops if loop.k})
-            norms = [mean(loop.norm for loop in loops if loop.k == k and loop.norm) for k in ks]
-            logits = [mean(loop.logit for loop in loops if loop.k == k and loop.logit is not None) for k in ks]
+            by_loop: dict[int, list[tuple[float, float]]] = {}
+            for loop in (loop for gate in found for loop in gate.loops):
+                if loop.k and loop.norm and loop.logit is not None:
+                    by_loop.setdefault(loop.k, []).append((loop.norm, loop.logit))
+            norms, logits = ([mean(pair[n] for pair in by_loop[k]) for k in sorted(by_loop)] for n in (0, 1))
             style = replace(STYLES[name], dash="-" if reads == "h" else ":", is_open=reads != "h")
             label = _label(view, name) if reads == "h" else ""
-            if ks:
+            if by_loop:
                 sizes.append(Series(label=label, xs=norms, ys=logits, style=replace(style, size=4.0, width=1.2)))
             saved = [value for gate in found if (value := gate.saved) is not None]
             if saved:

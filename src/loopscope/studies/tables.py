@@ -1,4 +1,5 @@
-"""The paper's tables from the files of a grid, in Markdown, CSV and LaTeX. No torch here.
+"""From the files of a grid's rows to claims.json, tables/ and figures/, again at any time; and the paper's tables, in
+Markdown, CSV and LaTeX. No torch here.
 
 A cell is mean ± standard deviation over seeds (the mean alone where there is one seed); – is not measured.
 """
@@ -9,9 +10,12 @@ import csv
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from loopscope.config import changes_learning, config_to_dict
+from loopscope.errors import RunError
+from loopscope.files import write_atomically
 from loopscope.results.audit import AuditedLoop, AuditResult
 from loopscope.results.measures import (
     Measure,
@@ -24,7 +28,9 @@ from loopscope.results.measures import (
     perplexity_at,
     radial_clamps,
 )
+from loopscope.results.record import write_record
 from loopscope.results.reproduction import (
+    CLAIMS,
     FAILS,
     HOLDS,
     NOT_MEASURED,
@@ -35,13 +41,41 @@ from loopscope.results.reproduction import (
     Measured,
 )
 from loopscope.results.thresholds import CHANCE
-from loopscope.rows.conditions import CONDITIONS, FACTORS, file_name
+from loopscope.rows.conditions import CONDITIONS, FACTORS, OURO_TRAIN, file_name
+from loopscope.rows.grid import read_grid, update_differences
 from loopscope.show.numbers import ABSENT, mean_deviation, padded, signed_mean_deviation
 from loopscope.show.table import Column, Table, columns
-from loopscope.studies.paper_claims import INVARIANT, is_adaptive, saved_interval
-from loopscope.studies.results import Results, View
+from loopscope.studies.paper_claims import INVARIANT, is_adaptive, judge_all, saved_interval
+from loopscope.studies.results import Results, View, read_results
 
 QUANTILES = ("p5", "p25", "median", "p75", "p95", "largest")
+
+
+def publish(out: Path, say: Callable[[str], None]) -> tuple[Results, ClaimsRecord]:
+    """Write everything that follows from the rows; gives them, and what claims.json holds."""
+    results = read_results(out)
+    if results.grid.size.startswith(OURO_TRAIN):
+        raise RunError(
+            f"{out} has rows of `loopscope reproduce {OURO_TRAIN}`, of which no claim speaks; give that again"
+        )
+    if results.rows:
+        update_differences(out, bf16=any(row.manifest.choice("autocast") == "bfloat16" for row in results.rows))
+        results = replace(results, grid=read_grid(out))
+    for note in results.notes:
+        say(note)
+    claims = judge_all(results)
+    write_record(out / CLAIMS, claims)
+    (out / "tables").mkdir(exist_ok=True)
+    for table in all_tables(results, claims):
+        table.write(out / "tables")
+    write_atomically(out / "tables" / "depths.csv", depths_csv(results))
+    try:
+        from loopscope.studies.figures import draw_all
+    except ImportError as error:
+        say(f"no figures: they need {error.name}; run: pip install 'loopscope[report]'")
+    else:
+        draw_all(results, out / "figures")
+    return results, claims
 
 
 def all_tables(results: Results, claims: ClaimsRecord) -> list[Table]:
