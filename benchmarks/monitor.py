@@ -30,7 +30,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from loopscope.auditing.watch import EVERY, watch
+from loopscope.auditing.monitor import EVERY, watch
 from loopscope.config import Config, TrainingConfig
 from loopscope.model.looped_lm import build
 from loopscope.objectives.placement import Objective

@@ -40,9 +40,7 @@ import yaml
 from torch import Tensor
 
 import loopscope as ls
-from loopscope.auditing.drift import drift
-from loopscope.auditing.push import push
-from loopscope.auditing.trial import Size, TrialObjective, log_size, size_along
+from loopscope.auditing.drift import Size, TrialObjective, drift, log_size, push, size_along
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import PAPER_PENALTY, Config, ModelConfig, config_to_dict
 from loopscope.data.preparation import prepare

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the one list of public names: type checkers and editors rea
     from loopscope.api.remedies import remedy as remedy
     from loopscope.api.training import train as train
     from loopscope.auditing.interventions import clamped as clamped
-    from loopscope.auditing.watch import watch as watch
+    from loopscope.auditing.monitor import watch as watch
     from loopscope.config import Config as Config
     from loopscope.config import ModelConfig as ModelConfig
     from loopscope.config import ObjectiveConfig as ObjectiveConfig

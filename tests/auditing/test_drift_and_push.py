@@ -16,9 +16,18 @@ from torch import nn
 
 import loopscope as ls
 from loopscope.auditing import audit as auditing
-from loopscope.auditing.drift import affordable, drift
-from loopscope.auditing.push import push
-from loopscope.auditing.trial import FLOOR, Recipe, Trial, TrialObjective, log_size, size_along, size_within
+from loopscope.auditing.drift import (
+    FLOOR,
+    Recipe,
+    Trial,
+    TrialObjective,
+    affordable,
+    drift,
+    log_size,
+    push,
+    size_along,
+    size_within,
+)
 from loopscope.auditing.visibility import FIELDS, mean_field, scale_field
 from loopscope.config import ModelConfig, ObjectiveConfig, Placement
 from loopscope.errors import ConfigError, DataError, UnsupportedError

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import loopscope as ls
-from loopscope.auditing.watch import looped_part, next_ids, watch
+from loopscope.auditing.monitor import looped_part, next_ids, watch
 from loopscope.config import ModelConfig
 from loopscope.errors import ConfigError, ProtocolError
 

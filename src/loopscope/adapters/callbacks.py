@@ -20,8 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed, nn
 
-from loopscope.auditing.monitor import Alarm, Observation
-from loopscope.auditing.watch import EVERY, Watcher, next_ids, watch
+from loopscope.auditing.monitor import EVERY, Alarm, Observation, Watcher, next_ids, watch
 from loopscope.errors import ConfigError, DataError, UnsupportedError
 from loopscope.objectives.terms import Term
 from loopscope.protocol import LoopedModel

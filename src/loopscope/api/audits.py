@@ -14,10 +14,9 @@ from torch import Tensor
 from loopscope.api.text import Say, tokens_for, with_tokenizer
 from loopscope.auditing.audit import Supervised, gather
 from loopscope.auditing.audit import audit as audit_model
-from loopscope.auditing.drift import affordable
-from loopscope.auditing.push import Progress
-from loopscope.auditing.push import push as push_model
-from loopscope.auditing.trial import Size, TrialObjective, size_along, trainable
+from loopscope.auditing.drift import Size, TrialObjective, affordable, size_along, trainable
+from loopscope.auditing.drift import push as push_model
+from loopscope.auditing.survey import Progress
 from loopscope.auditing.visibility import FIELDS, Field
 from loopscope.config import ModelConfig
 from loopscope.data.preparation import prepare

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.activity import destination
-from loopscope.auditing.drift import TRIALS, affordable, drift
+from loopscope.auditing.drift import TRIALS, TrialObjective, affordable, drift, size_along, size_within
 from loopscope.auditing.free_range import Objections
 from loopscope.auditing.interventions import INTERVENTIONS, intervened_cross_entropy
 from loopscope.auditing.rollout import heaviest_tokens, is_causal, measured_loops, roll_out
 from loopscope.auditing.search import audited_loops
 from loopscope.auditing.survey import Progress, Survey, search_tokens
-from loopscope.auditing.trial import TrialObjective, size_along, size_within
 from loopscope.auditing.visibility import ALPHAS, FIELDS, Field, alpha_sweep, raw_readout_control
 from loopscope.config import ObjectiveConfig
 from loopscope.errors import DataError, LoopscopeError

@@ -10,8 +10,7 @@ Shape legend: R rows, M named fields, W width of the state, F outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 512
 """Copies of a state that go through a loop in one batch: enough for the matrix multiply, little memory."""
+MOST_ITERATIONS = 400
+"""Of conjugate gradients; what they leave by then counts as left."""
 
 CHANGES = (1e-3, 1e-1)
 """Lengths, in that of the state, of the changes that a derivative along a named field is held against."""
@@ -40,6 +41,8 @@ COARSE_STEPS = (1e-2, 1e-1, 3e-1, 1.0)
 """Changes, in lengths of the state, that show where a function goes which jumps at smaller ones."""
 COARSE_AGREEMENT = 0.5
 """Cosine of such a change and the declared derivative: one bit per channel still gives 0.6."""
+EVERY_DERIVATIVE = SDPBackend.MATH
+"""The one attention backend that has every derivative."""
 
 Map = Callable[[Tensor], Tensor]
 """w_RW → anything with R rows; each row depends on the same row only."""
@@ -47,13 +50,18 @@ Map = Callable[[Tensor], Tensor]
 
 def push(function: Callable[[Tensor], list[Tensor]], w_W: Tensor, tangents_RW: Tensor) -> list[Tensor]:
     """Jacobian-vector products of every output of `function` at w, one row for every tangent."""
-    parts = [_push(function, w_W, rows_RW) for rows_RW in tangents_RW.to(w_W.dtype).split(ROWS_AT_ONCE)]
+    parts = []
+    for rows_RW in tangents_RW.to(w_W.dtype).split(ROWS_AT_ONCE):
+        try:
+            parts.append(_push_forward(function, w_W, rows_RW))
+        except RuntimeError:  # of an operation without a forward-mode derivative; any other fault is raised again there
+            parts.append(_push_by_two_backward_passes(function, w_W, rows_RW))
     return [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
 
 def pull(function: Map, w_W: Tensor, cotangents_RF: Tensor) -> Tensor:
     """Vector-Jacobian products at w, one row for every cotangent."""
-    with _derivatives(), torch.enable_grad():
+    with sdpa_kernel(EVERY_DERIVATIVE), torch.enable_grad():
         w_RW = w_W.expand(len(cotangents_RF), -1).clone().requires_grad_()
         out_RF = function(w_RW)
         if not out_RF.requires_grad:
@@ -82,7 +90,6 @@ def least_squares(
     *,
     damping: float = 0.0,
     tolerance: float = 0.0,
-    iterations: int = 400,
 ) -> tuple[Tensor, Tensor]:
     """x = argmin ‖A x − b‖² + λ²‖x‖² and b − A x of every row b, by conjugate gradients (CGLS) on all rows at once.
 
@@ -94,7 +101,7 @@ def least_squares(
     solution_RD, search_RD = torch.zeros_like(gradient_RD), gradient_RD.clone()
     size_R1 = gradient_RD.square().sum(-1, keepdim=True)
     enough_R1 = (1e-16 * size_R1).clamp(min=max(1e-3 * damping, 1e-15) ** 2)  # below it, rounding
-    for _ in range(iterations):
+    for _ in range(MOST_ITERATIONS):
         image_RD = forward(search_RD)
         curvature_R1 = image_RD.square().sum(-1, keepdim=True)
         curvature_R1 = curvature_R1 + damping**2 * search_RD.square().sum(-1, keepdim=True)
@@ -108,15 +115,8 @@ def least_squares(
     return solution_RD, residual_RD
 
 
-def _push(function: Callable[[Tensor], list[Tensor]], w_W: Tensor, tangents_RW: Tensor) -> list[Tensor]:
-    try:
-        return _push_forward(function, w_W, tangents_RW)
-    except RuntimeError:  # of an operation without a forward-mode derivative; any other fault is raised again there
-        return _push_by_two_backward_passes(function, w_W, tangents_RW)
-
-
 def _push_forward(function: Callable[[Tensor], list[Tensor]], w_W: Tensor, tangents_RW: Tensor) -> list[Tensor]:
-    with _derivatives(), torch.no_grad(), forward_ad.dual_level():
+    with sdpa_kernel(EVERY_DERIVATIVE), torch.no_grad(), forward_ad.dual_level():
         outputs = function(forward_ad.make_dual(w_W.expand_as(tangents_RW).clone(), tangents_RW))
         pushed = [forward_ad.unpack_dual(output) for output in outputs]
         return [torch.zeros_like(one.primal) if one.tangent is None else one.tangent for one in pushed]
@@ -127,7 +127,7 @@ def _push_by_two_backward_passes(
 ) -> list[Tensor]:
     """J v as the derivative of u ↦ Jᵀu along v: for operations without a forward-mode derivative."""
     pushed = []
-    with _derivatives(), torch.enable_grad():
+    with sdpa_kernel(EVERY_DERIVATIVE), torch.enable_grad():
         w_RW = w_W.expand_as(tangents_RW).clone().requires_grad_()
         for output in function(w_RW):
             weights = torch.zeros_like(output, requires_grad=True)
@@ -138,13 +138,6 @@ def _push_by_two_backward_passes(
             (out,) = torch.autograd.grad(back_RW, weights, tangents_RW, retain_graph=True, materialize_grads=True)
             pushed.append(out)
     return [out.detach() for out in pushed]
-
-
-@contextmanager
-def _derivatives() -> Iterator[None]:
-    """The one attention backend that has every derivative."""
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 # --- derivatives against changes --------------------------------------------------------------------------------------

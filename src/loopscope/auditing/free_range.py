@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,23 +55,12 @@ class FreeRange:
     tenfold: dict[int, float]
     """Loop k → share of tokens that are free tenfold or more."""
     hundredfold: dict[int, float]
-    term_norm: dict[int, float] = field(default_factory=dict)
+    term_norm: dict[int, float]
     """Loop k → ‖h‖ at which the terms alone have noticed it; absent where they never do."""
 
     def is_free(self, k: int) -> bool:
         """Whether half of the tokens are free tenfold, or a population of 5 % a hundredfold."""
         return self.tenfold[k] >= MAJORITY or self.hundredfold[k] >= POPULATION
-
-    @property
-    def worst(self) -> int:
-        """The loop from which it can run furthest."""
-        return max(self.median, key=lambda k: (self.is_free(k), self.median[k], self.tenfold[k], -k))
-
-
-def factors() -> Tensor:
-    """α of the moves, ascending from 1.01."""
-    decades = math.log10(FURTHEST) + 2
-    return 1 + 10 ** torch.linspace(-2, decades - 2, round(decades * PER_DECADE) + 1, dtype=torch.float64)
 
 
 class Objections:
@@ -100,7 +89,8 @@ class Objections:
     @torch.no_grad()
     def free_range(self, of: Field, loops: Sequence[int]) -> FreeRange:
         """Of one variable, moved from each of the loops on."""
-        alphas_A = factors()
+        furthest = math.log10(FURTHEST)
+        alphas_A = 1 + 10 ** torch.linspace(-2, furthest, round((furthest + 2) * PER_DECADE) + 1, dtype=torch.float64)
         exits = {j: self._exit(of, j, alphas_A) for j in self.weights}
         weights_JN = self._weights()
         ranges, term_norm = {}, {}

@@ -61,7 +61,6 @@ SOLVED = 1e-4
 class Hidden:
     """What the readout of one loop shows of a token's state: singular values and the directions it hides."""
 
-    k: int
     spectrum: Tensor
     """What is noticed of ten lengths of the state along each singular direction, √(nats/0.01), descending."""
     reference: float
@@ -72,11 +71,11 @@ class Hidden:
     """The quadratic form σ(v)²."""
     basis_XH: Tensor
     """Orthonormal basis of the hidden directions."""
-    rounding: float = 0.0
+    rounding: float
     """What the arithmetic of the readout leaves of nothing, over the same median."""
-    unit: float = 1.0
+    unit: float
     """That median in units of the spectrum."""
-    disputed: tuple[str, ...] = ()
+    disputed: tuple[str, ...]
     """Named fields along which a change of the state and the derivative disagree: the change is believed."""
 
     @property
@@ -248,7 +247,6 @@ class Readouts:
             noticed_XX = noticed_XX + held * basis_XH @ basis_XH.T
         spectrum_X = squares_X.clamp(min=0).sqrt().sort().values
         return Hidden(
-            k,
             spectrum_X.flip(0),
             reference,
             gram_XX,

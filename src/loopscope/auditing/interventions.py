@@ -39,9 +39,7 @@ def frozen_at_loop_1(earlier: list[Tensor], h_BTD: Tensor) -> Tensor:
 
 def mean_clamped(earlier: list[Tensor], h_BTD: Tensor) -> Tensor:
     """Give every token the mean over width that it had after the first loop."""
-    if len(earlier) < 2:
-        return h_BTD
-    return h_BTD - h_BTD.mean(-1, keepdim=True) + earlier[1].mean(-1, keepdim=True)
+    return h_BTD if len(earlier) < 2 else h_BTD - h_BTD.mean(-1, keepdim=True) + earlier[1].mean(-1, keepdim=True)
 
 
 def scale_swapped(earlier: list[Tensor], h_BTD: Tensor) -> Tensor:

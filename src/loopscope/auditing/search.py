@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -85,7 +85,7 @@ PUBLIC: dict[str, VariableVerdict] = {
 
 @dataclass(frozen=True)
 class Strength:
-    """The largest of what is shown, carried and read of a subspace."""
+    """The largest of what is shown, read and carried of a direction or subspace."""
 
     visibility: float
     """Over the median singular value."""
@@ -93,30 +93,32 @@ class Strength:
     """Effect on the logits of the next loops, over that of an average direction."""
     activity: float
     """Gain through the next loop."""
+
+
+@dataclass(frozen=True)
+class ClassStrength(Strength):
+    """Of the directions of one class."""
+
     free: float
     """Lengths of the state that any of it can run before the objective notices."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a subspace of hidden directions: how many end in each class, and a basis of each class."""
+    """What becomes of a subspace of hidden directions."""
 
-    counts: dict[str, int]
     bases: dict[str, Tensor]
-    """Class → X×C, of the classes that are not empty."""
-    strengths: dict[str, Strength] = field(default_factory=dict)
+    """Class → a basis X×C of the directions that end there."""
+    strengths: dict[str, ClassStrength]
     """Of the directions that are blind, besides the named ones, and of those that are memory, where there are such."""
 
 
 @dataclass(frozen=True)
-class FieldFinding:
+class FieldFinding(Strength):
     """A named direction field (scale, mean, a user's own) at one state."""
 
     fate: VariableVerdict | None
     """What becomes of it in the loop; None where that was not asked, since the objective holds it."""
-    visibility: float
-    delayed: float
-    activity: float
 
 
 @dataclass(frozen=True)
@@ -129,15 +131,15 @@ class StateFindings:
     """Which of its channels belong to which tensor."""
     hidden: Hidden
     fate: Fate
-    fields: dict[str, FieldFinding] = field(default_factory=dict)
-    field_rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    fields: dict[str, FieldFinding]
+    field_rows: Tensor
     """Those fields as unit rows M×X."""
-    tensors: dict[str, FieldFinding] = field(default_factory=dict)
+    tensors: dict[str, FieldFinding]
     """Carried tensors, each along itself, but those that are zero at this token: they have no such direction. The fate
     of a tensor is that of its directions."""
-    is_read: bool = True
+    is_read: bool
     """Whether the next loop depends on the state at all."""
-    disputed: tuple[str, ...] = ()
+    disputed: tuple[str, ...]
     """Named fields along which the next loop's derivative and a change of the state disagree."""
 
 
@@ -151,19 +153,15 @@ class Search:
         terms: Sequence[tuple[Term, float]],
         *,
         channels: Mapping[int, Tensor],
-        matrix_free: bool = False,
-        seed: int = 0,
-        runnable: int | None = None,
+        matrix_free: bool,
+        seed: int,
+        runnable: int | None,
     ) -> None:
         """`terms` come with the scale from which each counts, `channels` are the rms of every channel after each loop,
         `runnable` is the last loop that runs.
         """
-        self.metric, self.runnable, self.channels, self.matrix_free = (
-            LogitMetric(model),
-            runnable,
-            channels,
-            matrix_free,
-        )
+        self.runnable, self.channels, self.matrix_free = runnable, channels, matrix_free
+        self.metric = LogitMetric(model)
         self.readouts = Readouts(self.metric, dict(weights), terms)
         self.supervised = sorted(weights)
         self.num_loops = self.supervised[-1]
@@ -194,7 +192,7 @@ class Search:
         around: Windows,
         fields: Fields,
         ranges: Mapping[str, FreeRange],
-        progress: Callable[[float], None] = lambda share: None,
+        progress: Callable[[float], None],
     ) -> dict[int, StateFindings]:
         """All audited loops of one token; what becomes of a field is asked only where it is free."""
 
@@ -301,14 +299,14 @@ class _Question:
             bases = self._sort(unit_X1, carried, effects, but=("shown_later",))
             fate = PUBLIC[next(name for name in CLASSES if bases[name].shape[1])]
         gain, delayed = self._strengths(carried, effects)
-        return FieldFinding(fate, self.hidden(self.k).visibility(unit_X1), delayed, gain)
+        return FieldFinding(self.hidden(self.k).visibility(unit_X1), delayed, gain, fate)
 
     def fate(self, named: Sequence[int]) -> Fate:
         """What becomes of the hidden directions; named fields that are blind are measured by themselves."""
         hidden = self.hidden(self.k)
         basis_XH = hidden.basis_XH
         if basis_XH.shape[1] == 0:
-            return Fate(dict.fromkeys(CLASSES, 0), {})
+            return Fate(dict.fromkeys(CLASSES, basis_XH), {})
         carried, effects = self._followed(PROBES + len(self.units_MX))
         coordinates = self._sort(basis_XH, carried, effects)
         blind = coordinates["blind"]
@@ -319,9 +317,8 @@ class _Question:
                 gain, delayed = self._strengths(*([of.T @ image for image in images] for images in (carried, effects)))
                 directions_XC = basis_XH @ of
                 visibility, free = hidden.visibility(directions_XC), hidden.free_lengths(directions_XC)
-                strengths[name] = Strength(visibility, delayed, gain, free)
-        counts = {name: of.shape[1] for name, of in coordinates.items()}
-        return Fate(counts, {name: basis_XH @ of for name, of in coordinates.items() if of.shape[1]}, strengths)
+                strengths[name] = ClassStrength(visibility, delayed, gain, free)
+        return Fate({name: basis_XH @ of for name, of in coordinates.items()}, strengths)
 
     def _strengths(self, carried: list[Tensor], effects: list[Tensor]) -> tuple[float, float]:
         """Largest gain through the next loop, and effect on later logits over an average direction's."""
@@ -492,7 +489,6 @@ class _Question:
         if directions_XC.shape[1] == 0:
             return directions_XC
         window = self.around.with_the_token_before() if neighbours else self.around.alone
-        assert window is not None  # there is a token before, or it would not have been asked
         k, block = self.k, window.block(self.k)
         units = [window.lengths(k - 1, token) for token in range(window.tokens)]
         width = window.layout(k - 1).token_width

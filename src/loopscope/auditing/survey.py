@@ -18,9 +18,7 @@ from loopscope.auditing import verdict as verdicts
 from loopscope.auditing.derivatives import check_derivatives
 from loopscope.auditing.free_range import FreeRange, Objections
 from loopscope.auditing.search import Search, audited_loops, carried_on, channel_sizes
-from loopscope.auditing.visibility import (
-    Field,
-)
+from loopscope.auditing.visibility import Field
 from loopscope.auditing.window import Carried, Windows, keeps_its_cache, windows
 from loopscope.errors import ProtocolError
 from loopscope.objectives.terms import Term
@@ -69,18 +67,17 @@ def search_tokens(
     run: Survey, states: list[LoopState], objections: Objections, ranges: dict[str, FreeRange], causal: bool
 ) -> tuple[verdicts.Found, list[Variable]]:
     """Sample tokens, examine each, and sum up."""
-    options, generator = run.options, torch.Generator().manual_seed(run.options.seed)
     carried = Carried.of(states[: run.model.num_loops + 1], partial(_written, run, states), run.fields)
     run.notes.extend(carried.skipped)
-    places = _places(run.ids_BT, options, generator)
+    places = _places(run.ids_BT, run.options)
     width = states[0].h_BTD.shape[-1] + sum(part.width for part in carried.searched)
     search = Search(
         run.model,
         objections.mean_weights(),
         [(term, objections.reference(term)) for term in run.terms],
         channels=channel_sizes(states, carried, audited_loops(run.supervised)),
-        matrix_free=options.matrix_free(width),
-        seed=options.seed,
+        matrix_free=run.options.matrix_free(width),
+        seed=run.options.seed,
         runnable=run.runnable,
     )
     every = carried_on(run.supervised)
@@ -99,13 +96,13 @@ def search_tokens(
             run.progress("search", 0.4 + 0.6 * (index + share) / len(places))
 
         report(0.0)
-        around = _around(run, search, run.ids_BT[row, :end], position, carried, causal, cached, row_by_row)
-        if index == 0:
-            if row_by_row := around.alone.rows_depend_on_one_another():
-                around = around.row_by_row()
-                run.notes.append(ROWS_DEPEND)
-            if (note := check_derivatives(around.alone, run.fields)) is not None:
-                run.notes.append(note)
+        around = _around(run, search, run.ids_BT[row, :end], position, carried, causal, cached)
+        if index == 0 and (row_by_row := around.alone.rows_depend_on_one_another()):
+            run.notes.append(ROWS_DEPEND)
+        if row_by_row:
+            around = around.row_by_row()
+        if index == 0 and (note := check_derivatives(around.alone, run.fields)) is not None:
+            run.notes.append(note)
         findings.append(search.examine(around, run.fields, ranges, report))
     _doubt_unread_states(run, findings)
     _doubt_rounding(run, findings)
@@ -136,27 +133,10 @@ def _written(run: Survey, states: Sequence[LoopState], name: str) -> bool | None
 
 
 def _around(
-    run: Survey,
-    search: Search,
-    ids_T: Tensor,
-    position: int,
-    carried: Carried,
-    causal: bool,
-    cached: bool,
-    row_by_row: bool,
+    run: Survey, search: Search, ids_T: Tensor, position: int, carried: Carried, causal: bool, cached: bool
 ) -> Windows:
     """One token to search; where no loop comes after the audited one, the last is run again in its stead."""
-    around = partial(
-        windows,
-        run.model,
-        ids_T,
-        position,
-        search.deepest,
-        carried=carried,
-        causal=causal,
-        cached=cached,
-        row_by_row=row_by_row,
-    )
+    around = partial(windows, run.model, ids_T, position, search.deepest, carried, causal=causal, cached=cached)
     if not search.repeats:
         return around()
     try:
@@ -213,12 +193,13 @@ def _note_disputes(run: Survey, findings: verdicts.Findings) -> None:
                 )
 
 
-def _places(ids_BT: Tensor, options: AuditOptions, generator: torch.Generator) -> list[tuple[int, int, int]]:
+def _places(ids_BT: Tensor, options: AuditOptions) -> list[tuple[int, int, int]]:
     """Tokens to search, as row, position and where the text that is run ends: some tokens after it, if there are."""
     length = ids_BT.shape[1]
     after = min(TOKENS_AFTER, length // 2)
     longest = min(options.prefix, length - after)
     count = min(options.states, ids_BT.numel())
+    generator = torch.Generator().manual_seed(options.seed)
     rows = torch.randint(len(ids_BT), (count,), generator=generator).tolist()
     prefixes = torch.randint((longest + 1) // 2, longest + 1, (count,), generator=generator).tolist()
     return [(row, prefix - 1, prefix + after) for row, prefix in zip(rows, prefixes, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loopscope.auditing.free_range import FreeRange
 from loopscope.auditing.hidden import HIDDEN
-from loopscope.auditing.search import CLASSES, PUBLIC, FieldFinding, StateFindings, median_dimension
+from loopscope.auditing.search import CLASSES, PUBLIC, StateFindings, Strength, median_dimension
 from loopscope.results.audit import (
     BlindDirections,
     LoopDirections,
@@ -62,9 +62,8 @@ def judge(findings: Findings, ranges: Mapping[str, FreeRange], constant: Sequenc
     """
     fields = [_field_variable(name, findings, ranges[name]) for name in ranges]
     blind = [one.name for one in fields if one.verdict == "blind"]
-    besides = {
-        k: [_besides(one[k], [list(ranges).index(name) for name in blind]) for one in findings] for k in findings[0]
-    }
+    numbers = [list(ranges).index(name) for name in blind]
+    besides = {k: [_besides(one[k], numbers) for one in findings] for k in findings[0]}
     medians = {k: median_dimension([basis_XC.shape[1] for basis_XC in bases]) for k, bases in besides.items()}
     worst = max(medians, key=lambda k: (medians[k][0], medians[k][1], -k))
     at_worst = [one[worst] for one in findings]
@@ -94,12 +93,7 @@ def judge(findings: Findings, ranges: Mapping[str, FreeRange], constant: Sequenc
     return found, [*fields, *tensors, *constants, *others, *_memory(findings, directions)]
 
 
-def _common(at_states: Sequence[StateFindings], bases: Sequence[Tensor], dimension: int) -> Tensor:
-    """Those directions of h that most states find: the leading ones of their mean projector."""
-    where = at_states[0].columns["h"]
-    projectors = [basis_XC[where] @ basis_XC[where].T for basis_XC in bases]
-    _, vectors_DD = torch.linalg.eigh(torch.stack(projectors).mean(0))
-    return vectors_DD[:, vectors_DD.shape[1] - min(dimension, vectors_DD.shape[1]) :]
+# --- counts ----------------------------------------------------------------------------------------------------------
 
 
 def _besides(one: StateFindings, fields: Sequence[int]) -> Tensor:
@@ -107,9 +101,8 @@ def _besides(one: StateFindings, fields: Sequence[int]) -> Tensor:
 
     What is harmless of a field does not count: of h = (h₁, h₂) whose first half is removed, h₂ is the blind direction.
     """
-    nothing_X0 = one.field_rows.T[:, :0]
-    basis_XC = one.fate.bases.get("blind", nothing_X0)
-    harmless_XC = torch.cat([nothing_X0, *(one.fate.bases[fate] for fate in HARMLESS if fate in one.fate.bases)], dim=1)
+    basis_XC = one.fate.bases["blind"]
+    harmless_XC = torch.cat([one.fate.bases[fate] for fate in HARMLESS], dim=1)
     for index in fields:
         rest_X = one.field_rows[index] - harmless_XC @ (harmless_XC.T @ one.field_rows[index])
         basis_XC, _ = _without(basis_XC, rest_X / rest_X.norm().clamp(min=1e-300), NEAR)
@@ -131,19 +124,26 @@ def _without(basis_XC: Tensor, unit_X: Tensor, least: float) -> tuple[Tensor, fl
 def _share_of(name: str, at_states: Sequence[StateFindings]) -> float:
     """Median share of a blind field within the directions that the search found blind."""
     index = list(at_states[0].fields).index(name)
-    shares = []
-    for one in at_states:
-        basis_XC = one.fate.bases.get("blind", one.field_rows.T[:, :0])
-        shares.append(float((basis_XC.T @ one.field_rows[index]).square().sum()))
-    return statistics.median(shares)
+    inside = (one.fate.bases["blind"].T @ one.field_rows[index] for one in at_states)
+    return statistics.median(float(inside_C.square().sum()) for inside_C in inside)
 
 
 def _loop_row(k: int, at_states: Sequence[StateFindings]) -> LoopDirections:
     """Median over states of how many directions end in each class."""
-    hidden = statistics.median_low([one.hidden.basis_XH.shape[1] for one in at_states])
-    weak = statistics.median_low([one.hidden.weak for one in at_states])
-    classes = {name: int(statistics.median_low([one.fate.counts[name] for one in at_states])) for name in CLASSES}
-    return LoopDirections(k=k, hidden=int(hidden), weak=int(weak), **classes)
+    return LoopDirections(
+        k=k,
+        hidden=statistics.median_low([one.hidden.basis_XH.shape[1] for one in at_states]),
+        weak=statistics.median_low([one.hidden.weak for one in at_states]),
+        **{name: statistics.median_low([one.fate.bases[name].shape[1] for one in at_states]) for name in CLASSES},
+    )
+
+
+def _common(at_states: Sequence[StateFindings], bases: Sequence[Tensor], dimension: int) -> Tensor:
+    """Those directions of h that most states find: the leading ones of their mean projector."""
+    where = at_states[0].columns["h"]
+    projectors = [basis_XC[where] @ basis_XC[where].T for basis_XC in bases]
+    _, vectors_DD = torch.linalg.eigh(torch.stack(projectors).mean(0))
+    return vectors_DD[:, vectors_DD.shape[1] - min(dimension, vectors_DD.shape[1]) :]
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -280,12 +280,13 @@ def _field_variable(name: str, findings: Findings, ranges: FreeRange) -> Variabl
     )
 
 
-def _medians(found: Sequence[FieldFinding]) -> tuple[float, float, float]:
+def _medians(found: Sequence[Strength]) -> tuple[float, float, float]:
     """Visibility, delayed visibility and activity, each the median over states."""
-    visibility, delayed, activity = (
-        statistics.median(getattr(one, number) for one in found) for number in ("visibility", "delayed", "activity")
+    return (
+        statistics.median(one.visibility for one in found),
+        statistics.median(one.delayed for one in found),
+        statistics.median(one.activity for one in found),
     )
-    return visibility, delayed, activity
 
 
 def _tensor_variable(name: str, findings: Findings) -> Variable:
@@ -294,20 +295,18 @@ def _tensor_variable(name: str, findings: Findings) -> Variable:
     width = where.stop - where.start
     by_loop: dict[int, tuple[VariableVerdict, float]] = {}
     for k in findings[0]:
-        shares = {fate: statistics.median(_held(one[k], fate, where) for one in findings) for fate in CLASSES}
+        held = {fate: [one[k].fate.bases[fate][where] for one in findings] for fate in CLASSES}
+        shares = {fate: statistics.median(float(one.square().sum()) for one in held[fate]) for fate in CLASSES}
         public: dict[VariableVerdict, float] = {"visible": width - sum(shares.values())}
         for fate, share in shares.items():
             public[PUBLIC[fate]] = public.get(PUBLIC[fate], 0.0) + share
-        by_loop[k] = (
-            "blind" if shares["blind"] >= NEAR else max(public, key=public.__getitem__),
-            shares["blind"],
-        )
+        most = max(public, key=public.__getitem__)
+        by_loop[k] = ("blind" if shares["blind"] >= NEAR else most, shares["blind"])
     worst = max(by_loop, key=lambda k: (SEVERITY.index(by_loop[k][0]), by_loop[k][1], -k))
     verdict, blind = by_loop[worst]
     along = [one[worst].tensors[name] for one in findings if name in one[worst].tensors]
     visibility, delayed, activity = _medians(along) if along else (0.0, 0.0, 0.0)
-    strengths = [one[worst].fate.strengths.get("blind") for one in findings]
-    free = [one.free for one in strengths if one is not None]
+    free = [one[worst].fate.strengths["blind"].free for one in findings if "blind" in one[worst].fate.strengths]
     far = min(statistics.median(free), FURTHEST) if verdict == "blind" and free else None
     return Variable(
         kind="tensor",
@@ -324,16 +323,10 @@ def _tensor_variable(name: str, findings: Findings) -> Variable:
     )
 
 
-def _held(one: StateFindings, fate: str, where: slice) -> float:
-    """How many directions of a class lie in some channels."""
-    basis_XC = one.fate.bases.get(fate)
-    return 0.0 if basis_XC is None else float(basis_XC[where].square().sum())
-
-
 def _discovered(k: int, findings: Findings, found: BlindDirections, known: Sequence[str]) -> list[Variable]:
     """What the search found besides named fields and tensors; numbers are the largest of all such directions."""
-    names = [one.name for one in found.named if one.name not in known]
-    names = [name for name in names if not any(name.endswith(f" of {tensor}") for tensor in known)]
+    of_known = tuple(f" of {name}" for name in known)
+    names = [one.name for one in found.named if one.name not in known and not one.name.endswith(of_known)]
     if found.unnamed:
         names.append(f"unnamed ({found.unnamed} dimension{'s' if found.unnamed > 1 else ''})")
     return [replace(_class_variable("found", name, "blind", k, findings), agreement=found.agreement) for name in names]
@@ -353,13 +346,14 @@ def _class_variable(
 ) -> Variable:
     """A class of hidden directions as a variable: medians over the states that have it."""
     at = [one[k].fate.strengths[fate] for one in findings if fate in one[k].fate.strengths]
+    visibility, delayed, activity = _medians(at)
     return Variable(
         kind=kind,
         name=name,
         verdict=fate,
         loop=k,
-        visibility=statistics.median(one.visibility for one in at),
-        delayed_visibility=statistics.median(one.delayed for one in at),
-        activity=statistics.median(one.activity for one in at),
+        visibility=visibility,
+        delayed_visibility=delayed,
+        activity=activity,
         free_range=min(statistics.median(one.free for one in at), FURTHEST),
     )

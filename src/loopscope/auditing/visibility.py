@@ -29,6 +29,8 @@ rounding in float64 below 1e-7 nats."""
 
 Field = Callable[[Tensor], Tensor]
 """h_…D → a direction of the same shape, at any state."""
+Fields = Mapping[str, Field]
+"""By name."""
 
 
 def scale_field(h: Tensor) -> Tensor:
@@ -41,9 +43,6 @@ def mean_field(h: Tensor) -> Tensor:
     return torch.ones_like(h)
 
 
-Fields = Mapping[str, Callable[[Tensor], Tensor]]
-"""Directions of h with a name, each a function of the state."""
-
 FIELDS: dict[str, Field] = {"scale": scale_field, "mean": mean_field}
 """Always audited."""
 
@@ -52,7 +51,7 @@ def field_rows(fields: Fields, h_D: Tensor, width: int) -> Tensor:
     """Named fields at a state as unit rows, in float64; of zeros where a field vanishes, and outside of h."""
     rows_MD = torch.stack([of(h_D.double()).double() for of in fields.values()])
     rows_MD = rows_MD / rows_MD.norm(dim=-1, keepdim=True).clamp(min=1e-300)
-    return torch.nn.functional.pad(rows_MD, (0, width - rows_MD.shape[1]))
+    return F.pad(rows_MD, (0, width - rows_MD.shape[1]))
 
 
 def token_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -99,9 +98,9 @@ def cosine_with_gradient(
     return cosine_BT[(targets_BT != IGNORE_INDEX) & ~cosine_BT.isnan()]
 
 
-def raw_readout_control(h_BTD: Tensor, targets_BT: Tensor, seed: int = 0) -> float | None:
+def raw_readout_control(h_BTD: Tensor, targets_BT: Tensor) -> float | None:
     """Median radial share through a random head on the raw state: clearly above zero, or the check itself is broken."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     vocab_size = max(int(targets_BT.max()) + 1, 2)
     head_VD = torch.randn(vocab_size, h_BTD.shape[-1], generator=generator, dtype=torch.float64).to(h_BTD)
     unit_BTD = h_BTD / h_BTD.norm(dim=-1, keepdim=True).clamp(min=1e-30)

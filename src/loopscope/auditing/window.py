@@ -222,7 +222,7 @@ class Window:
             return [torch.cat(rows) for rows in zip(*(self.loops(w, k, count) for w in w_RW.split(1)), strict=True)]
         state, passed = self._with(w_RW, k), []
         for number in range(k + 1, k + count + 1):
-            state = _loop(self.model, state, self._number(number), self.cache)
+            state = _loop(self.model, state, self.number(number), self.cache)
             passed.append(self._flat(state, self.layout(number)))
         return passed
 
@@ -236,7 +236,7 @@ class Window:
             return torch.cat([self.shown(w, k) for w in w_RW.split(1)])
         linear, state = LinearReadout.of(self.model), self._with(w_RW, k)
         if linear is not None:
-            return self._of_window(linear.features(state, self._number(k), self.cache)).flatten(1)
+            return self._of_window(linear.features(state, self.number(k), self.cache)).flatten(1)
         return self._of_window(self._logits(state, k)).flatten(1)
 
     def logits(self, w_RW: Tensor, k: int) -> Tensor:
@@ -277,7 +277,8 @@ class Window:
                     return True
         return False
 
-    def _number(self, k: int) -> int:
+    def number(self, k: int) -> int:
+        """Of loop k, as the model is told."""
         return k if self.last_loop is None else min(k, self.last_loop)
 
     def _of_window(self, tensor: Tensor) -> Tensor:
@@ -285,8 +286,8 @@ class Window:
 
     def _logits(self, state: LoopState, k: int) -> Tensor:
         if self.cache is None:
-            return self.model.readout(state, self._number(k))
-        return Cached.needed(self.model, "a cache").readout(state, self._number(k), self.cache)
+            return self.model.readout(state, self.number(k))
+        return Cached.needed(self.model, "a cache").readout(state, self.number(k), self.cache)
 
     def _flat(self, state: LoopState, layout: CarriedLayout) -> Tensor:
         """The joint state of every row as one vector."""
@@ -301,10 +302,8 @@ class Window:
 
     def _with(self, w_RW: Tensor, k: int) -> LoopState:
         """R copies of the state after loop k, the window replaced."""
-        state, layout = (
-            self.states[k].take(torch.zeros(len(w_RW), dtype=torch.long, device=w_RW.device)),
-            self.layout(k),
-        )
+        layout = self.layout(k)
+        state = self.states[k].take(torch.zeros(len(w_RW), dtype=torch.long, device=w_RW.device))
         per_token = self.tokens * layout.token_width
         rows_RNX, shared_RG = w_RW[:, :per_token].unflatten(1, (self.tokens, -1)), w_RW[:, per_token:]
         carried, h_BTD, token_column, shared_column = dict(state.carried), state.h_BTD, 0, 0
@@ -342,10 +341,8 @@ class Windows:
     position: int
     causal: bool
 
-    def with_the_token_before(self) -> Window | None:
-        """The token before the audited one, and that one; None for the first token of a text."""
-        if self.position == 0:
-            return None
+    def with_the_token_before(self) -> Window:
+        """The token before the audited one, which is not the first of a text, and that one."""
         ids_T = self.ids_T[: self.position + 1] if self.causal else self.ids_T
         cached = self.alone.cache is not None
         window = _window(self.alone, ids_T, self.position - 1, 2, len(self.alone.states) - 1, cached)
@@ -361,15 +358,14 @@ def windows(
     ids_T: Tensor,
     position: int,
     num_loops: int,
-    *,
     carried: Carried = NOTHING_BESIDES,
+    *,
     causal: bool = True,
     cached: bool = True,
     last_loop: int | None = None,
-    row_by_row: bool = False,
 ) -> Windows:
     """The windows around one token of a text; through a cache, where the model takes one that `keeps_its_cache`."""
-    like = Window(model, [], None, 0, 1, carried=carried, last_loop=last_loop, row_by_row=row_by_row)
+    like = Window(model, [], None, 0, 1, carried=carried, last_loop=last_loop)
     window = partial(_window, like, num_loops=num_loops, cached=cached and causal)
     alone = window(ids_T[: position + 1] if causal else ids_T, position, 1)
     after = len(ids_T) - position - 1
@@ -391,11 +387,11 @@ def _window(like: Window, ids_T: Tensor, first: int, tokens: int, num_loops: int
     """Some tokens of a text. The text is run as a few equal rows, unlike its tokens in number: so `LoopState.take` can
     tell what has rows from what all rows share.
     """
-    model, last_loop = like.model, like.last_loop
+    model = like.model
     rows = next(number for number in ROWS_OF_A_PREFIX if number not in (len(ids_T), tokens))
     ids_BT = ids_T.repeat(rows, 1)
-    numbers = [k if last_loop is None else min(k, last_loop) for k in range(1, num_loops + 1)]
-    taking = Cached.of(model) if cached and first > 0 and last_loop is None else None
+    numbers = [like.number(k) for k in range(1, num_loops + 1)]
+    taking = Cached.of(model) if cached and first > 0 and like.last_loop is None else None
     cache: PrefixCache | None = None
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a state that starts from noise is then the same in every window of a text

@@ -139,7 +139,7 @@ examples:
 
         opened = open_target(target, seed=self.seed)
         if self.push:
-            from loopscope.auditing.trial import trainable
+            from loopscope.auditing.drift import trainable
 
             trainable(opened.model, "--push")
         with progress(opened.name) as advance:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from loopscope.auditing.monitor import ScaleMonitor, read
-from loopscope.auditing.watch import undisturbed
+from loopscope.auditing.monitor import ScaleMonitor, read, undisturbed
 from loopscope.config import PAPER_PENALTY, Config, ModelConfig
 from loopscope.errors import RunError
 from loopscope.objectives.placement import Objective, exit_weights, sample_depth
