@@ -84,16 +84,23 @@ def read(
     states = [state.h_BTD.detach() for state in trace.states]
     largest = torch.stack([h_BTD.abs().max().double() for h_BTD in states])
     shares = radial_gradient_shares(model, trace, targets_BT, loops)
-    row = [state.take(torch.tensor([0], device=state.h_BTD.device)) for state in trace.states]
-    charged_N = Objections(model, row, weights, terms, gated=gated).charge(scale_field, TENFOLD)
     return Reading(
         norms=tuple(trace.norms_K().tolist()),
         shares=dict(zip(loops, shares, strict=True)),
-        charge=float(charged_N.median()),
+        charge=tenfold_charge(model, trace, weights, terms, gated=gated),
         carried=carried_scale(model, trace),
         largest=tuple(largest.tolist()),
         limit=torch.finfo(_dtype(states[-1])).max,
     )
+
+
+def tenfold_charge(
+    model: LoopedModel, trace: LoopTrace, weights: Mapping[int, float], terms: Sequence[Term], *, gated: bool = False
+) -> float:
+    """What the objective charges for ten times the scale (see `free_range`), median over the tokens of one row."""
+    first = torch.tensor([0], device=trace.states[0].h_BTD.device)
+    row = [state.take(first) for state in trace.states]
+    return float(Objections(model, row, weights, terms, gated=gated).charge(scale_field, TENFOLD).median())
 
 
 def radial_gradient_shares(

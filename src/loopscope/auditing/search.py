@@ -164,13 +164,9 @@ class Search:
         self.metric = LogitMetric(model)
         self.readouts = Readouts(self.metric, dict(weights), terms)
         self.supervised = sorted(weights)
+        self.audited = audited_loops(self.supervised)
         self.num_loops = self.supervised[-1]
         self.generator = torch.Generator().manual_seed(seed)
-
-    @property
-    def audited(self) -> list[int]:
-        """Loops whose state goes on in training, a few of many; if only the last is supervised, that one."""
-        return audited_loops(self.supervised)
 
     @property
     def repeats(self) -> bool:
