@@ -8,6 +8,7 @@ Whether a problem with a file is told beside the rest or ends a command, the cal
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -75,6 +76,12 @@ def read_bytes(path: Path, most: float) -> bytes:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it is larger than {in_bytes(most)}", str(path))
     return data
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a regular file's bytes."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path, most: float, errors: str = "strict") -> str:

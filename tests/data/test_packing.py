@@ -49,7 +49,7 @@ def test_packed_tokens_are_the_tokens_of_the_joined_text(tokenizer, tmp_path):
     packed = packed_in(tmp_path, tokenizer)
     text = "\n\n".join(DOCUMENTS)
     assert packed[:].tolist() == tokenizer.encode(text)
-    assert (len(packed), packed.num_documents, packed.num_bytes) == (len(packed[:]), 4, len(text.encode()))
+    assert (len(packed), packed.manifest.documents, packed.num_bytes) == (len(packed[:]), 4, len(text.encode()))
 
 
 @given(st.lists(st.text().map(str.rstrip).filter(bool), min_size=1, max_size=5))
@@ -153,7 +153,7 @@ def test_a_long_document_is_tokenized_in_pieces_and_its_tokens_are_those_of_the_
     assert len(lengths) > 20 and max(lengths) <= 50
     packed = packed_in(tmp_path, tokenizer, [LONG])
     assert packed[:].tolist() == whole
-    assert (packed.num_documents, packed.num_bytes) == (1, len(LONG.encode()))
+    assert (packed.manifest.documents, packed.num_bytes) == (1, len(LONG.encode()))
 
 
 @given(text=st.text(alphabet=" \n\t\x1cab\u3000.", max_size=200), most=st.integers(1, 20))
@@ -243,7 +243,7 @@ def documents():
 
 corpus = Corpus("slow", {"train": [Shelf(Documents(documents))]}, "0")
 packed = packing.pack(corpus, "train", bytes_tokenizer(), cache=folder)
-print(packed.num_documents, len(packed), packed[:].sum())
+print(packed.manifest.documents, len(packed), packed[:].sum())
 """
 
 

@@ -71,8 +71,12 @@ class _Events:
         if on_blind_spot not in ("warn", "stop"):
             raise ConfigError(f"on_blind_spot = {on_blind_spot!r}; allowed: warn, stop")
         self.model, self.on_blind_spot = model, on_blind_spot
-        self.options: dict[str, Any] = {"every": every, "supervised": supervised, "terms": terms}
-        self.options["controlled"] = controlled
+        self.options: dict[str, Any] = {
+            "every": every,
+            "supervised": supervised,
+            "terms": terms,
+            "controlled": controlled,
+        }
         self.ids_of = ids_of
         self.monitor: Watcher | None = None
         self.remembered: dict[str, Any] | None = None
@@ -80,7 +84,11 @@ class _Events:
     def _start(self, trained: nn.Module, autocast: torch.dtype | None, *, speak: bool) -> None:
         """Begin to watch; only the first process speaks."""
         model = trained if self.model is None else self.model
-        tell = _log_alarm if speak else _say_nothing
+
+        def tell(alarm: Alarm) -> None:
+            if speak:  # other processes see other batches of the same model
+                logger.warning("%s", alarm)
+
         self.monitor = watch(model, **self.options, autocast=autocast, on_alarm=tell)
         if self.remembered is not None:
             self.monitor.restore(self.remembered)
@@ -217,11 +225,3 @@ def _any_rank(flag: bool, device: torch.device) -> bool:
     votes = torch.tensor(int(flag), device=device)
     distributed.all_reduce(votes)
     return bool(votes.item())
-
-
-def _log_alarm(alarm: Alarm) -> None:
-    logger.warning("%s", alarm)
-
-
-def _say_nothing(alarm: Alarm) -> None:
-    """Other processes see other batches of the same model."""

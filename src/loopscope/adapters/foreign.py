@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -155,6 +155,15 @@ class Fields:
         if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
             raise self.unsupported("rope_parameters", "only rope_type default is")
         return Fields(self.path, parameters).number("rope_theta")
+
+    def inside(self, name: str) -> Fields | None:
+        """The fields of an object among them; None where it is absent or null."""
+        values = self.get(name)
+        if values is None:
+            return None
+        if not isinstance(values, dict):
+            raise FieldError(f"{self.path}: {name} = {values!r} is not a mapping")
+        return Fields(self.path, values)
 
     def only(self, **allowed: Any) -> None:
         """Refuse a field that says another thing than the one that we have; one that is absent says nothing."""
@@ -346,6 +355,46 @@ def tensors_of(network: nn.Module, layout: Layout) -> dict[str, Tensor]:
             parts = parameter.split([shape[0] for shape in theirs.values()])
             tensors |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
     return tensors
+
+
+def llama_design(fields: Fields, base: ModelConfig | None = None, **own: Any) -> ModelConfig:
+    """A design whose sizes have the names that llama gave them; `own` is what else the family has, beyond `base`."""
+    with fields.building():
+        return replace(
+            base or ModelConfig(),
+            vocab_size=fields.whole("vocab_size"),
+            width=fields.whole("hidden_size"),
+            num_heads=fields.whole("num_attention_heads"),
+            mlp_width=fields.whole("intermediate_size"),
+            dropout=0.0,
+            positions="rope",
+            max_length=fields.whole("max_position_embeddings"),
+            rope_base=fields.rope_base(),
+            norm_eps=fields.number("rms_norm_eps"),
+            tie_head=fields.flag("tie_word_embeddings"),
+            **own,
+        )
+
+
+def litgpt_design(fields: Fields, **own: Any) -> ModelConfig:
+    """A design of the families that come of litgpt (Huginn, Parcae); `own` is what else the family has."""
+    with fields.building():
+        return ModelConfig(
+            vocab_size=fields.padded_vocab_size(),
+            width=fields.whole("n_embd"),
+            prelude_layers=fields.whole("n_layers_in_prelude"),
+            num_layers=fields.whole("n_layers_in_recurrent_block"),
+            coda_layers=fields.whole("n_layers_in_coda"),
+            num_loops=fields.whole("mean_recurrence"),
+            mlp_width=fields.whole("intermediate_size"),
+            dropout=0.0,
+            positions="rope",
+            max_length=fields.whole("block_size"),
+            rope_pairs="interleaved",
+            norm_eps=fields.number("norm_eps"),
+            tie_head=fields.flag("tie_embeddings"),
+            **own,
+        )
 
 
 def outside(config: ModelConfig, embedding: str, norm: str) -> Layout:

@@ -6,7 +6,6 @@ nothing is unpickled.
 
 from __future__ import annotations
 
-import importlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch import nn
 
 from loopscope.adapters import hrm_text, huginn, native, ouro, paper, parcae, retrofit
 from loopscope.adapters.foreign import CONFIG_FILE, INDEX_FILE, Fields, Foreign, Weights, fill, read_json, tensors_of
+from loopscope.data.files import needed
 from loopscope.data.tokenizers import COMPANIONS, TOKENIZER_FILE
 from loopscope.errors import ConfigError, RunError, UnsupportedError
 from loopscope.words import LOOPED, Retrofit, split_word
@@ -113,10 +113,7 @@ def download(word: str) -> Path:
     Only the configuration, safetensors and tokenizer files are fetched: nothing that could be run.
     """
     name, _, revision = word.removeprefix("hf:").partition("@")
-    try:
-        hub = importlib.import_module("huggingface_hub")
-    except ImportError:
-        raise UnsupportedError(f"opening {word} needs huggingface_hub; run: pip install 'loopscope[hf]'") from None
+    hub = needed("huggingface_hub", f"opening {word}")
     try:
         return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(FETCHED)))
     except Exception as error:  # not found, gated, no network, a malformed name: the library's own words say which

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout
+from loopscope.adapters.foreign import FieldError, Fields, Foreign, Layout, llama_design
 from loopscope.config import ModelConfig, ObjectiveConfig
 from loopscope.model.attention import rotation
 from loopscope.model.kernels import RMSNorm
@@ -117,22 +117,9 @@ def design_of(fields: Fields) -> HrmDesign:
         raise fields.unsupported("attention_dropout", "only 0 is")
     # Files tell the layers of a stack from those of all its runs since `num_hidden_layers` counts cache slots.
     layers = "num_hidden_layers" if fields.get("num_layers_per_stack") is None else "num_layers_per_stack"
-    with fields.building():
-        model = ModelConfig(
-            vocab_size=fields.whole("vocab_size"),
-            width=fields.whole("hidden_size"),
-            num_layers=fields.whole(layers),
-            num_loops=fields.whole("H_cycles"),
-            num_heads=fields.whole("num_attention_heads"),
-            attention_gate=True,
-            mlp_width=fields.whole("intermediate_size"),
-            dropout=0.0,
-            positions="rope",
-            max_length=fields.whole("max_position_embeddings"),
-            rope_base=fields.rope_base(),
-            norm_eps=fields.number("rms_norm_eps"),
-            tie_head=fields.flag("tie_word_embeddings"),
-        )
+    model = llama_design(
+        fields, num_layers=fields.whole(layers), num_loops=fields.whole("H_cycles"), attention_gate=True
+    )
     if fields.get("embedding_scale") is None:  # so the published class reads it
         scale = 1 / fields.number("initializer_range")
     else:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 
 from loopscope.adapters.foreign import (
-    FieldError,
     Fields,
     Foreign,
     Layout,
     layers,
+    litgpt_design,
     litgpt_places,
     outside,
     randomly_deep,
@@ -55,45 +55,23 @@ def design_of(fields: Fields) -> ModelConfig:
     heads = fields.whole("num_attention_heads" if fields.get("n_heads") is None else "n_heads")
     fields.only(num_key_value_heads=heads)
     width = fields.whole("n_embd")
-    embedding_scale, std = _initial_values(fields, width)
-    with fields.building():
-        return ModelConfig(
-            vocab_size=fields.padded_vocab_size(),
-            width=width,
-            prelude_layers=fields.whole("n_layers_in_prelude"),
-            num_layers=fields.whole("n_layers_in_recurrent_block"),
-            coda_layers=fields.whole("n_layers_in_coda"),
-            num_loops=fields.whole("mean_recurrence"),
-            num_heads=heads,
-            qk_bias=fields.flag("qk_bias"),
-            mlp_width=fields.whole("intermediate_size"),
-            dropout=0.0,
-            embedding_scale=embedding_scale,
-            positions="rope",
-            max_length=fields.whole("block_size"),
-            rope_base=fields.number("rope_base"),
-            rope_pairs="interleaved",
-            norm_eps=fields.number("norm_eps"),
-            norm_placement="sum",
-            coda_norm="rmsnorm",
-            share_readout_norm=True,
-            injection="concat",
-            state_init="noise",
-            noise_std=std * embedding_scale,
-            tie_head=fields.flag("tie_embeddings"),
-            init="huginn",
-        )
-
-
-def _initial_values(fields: Fields, width: int) -> tuple[float, float]:
-    """Factor on the embedding and std of the first state, √d and √(2/5d) unless `init_values` says otherwise."""
-    values = fields.get("init_values")
-    if values is None:
-        return math.sqrt(width), math.sqrt(2 / (5 * width))
-    if not isinstance(values, dict):
-        raise FieldError(f"{fields.path}: init_values = {values!r} is not a mapping")
-    own = Fields(fields.path, values)
-    return own.number("embed_scale"), own.number("std")
+    initial = fields.inside("init_values")  # absent, √d and √(2/5d)
+    embedding_scale = math.sqrt(width) if initial is None else initial.number("embed_scale")
+    std = math.sqrt(2 / (5 * width)) if initial is None else initial.number("std")
+    return litgpt_design(
+        fields,
+        num_heads=heads,
+        qk_bias=fields.flag("qk_bias"),
+        embedding_scale=embedding_scale,
+        rope_base=fields.number("rope_base"),
+        norm_placement="sum",
+        coda_norm="rmsnorm",
+        share_readout_norm=True,
+        injection="concat",
+        state_init="noise",
+        noise_std=std * embedding_scale,
+        init="huginn",
+    )
 
 
 def layout(config: ModelConfig) -> Layout:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loopscope.adapters.foreign import Fields, Foreign, Layout, layers, llama_layer, outside
+from loopscope.adapters.foreign import Fields, Foreign, Layout, layers, llama_design, llama_layer, outside
 from loopscope.config import Config, ModelConfig
 from loopscope.presets import preset
 
@@ -30,26 +30,24 @@ def described(fields: Fields) -> Foreign:
 
 
 def config_of(fields: Fields) -> Config:
-    """An Ouro config.json in our words."""
-    _refuse_unsupported(fields)
+    """An Ouro config.json in our words; what would change the forward pass into one we do not have is refused."""
+    fields.check_plain_transformer()
+    if fields.flag("use_sliding_window"):
+        raise fields.unsupported("use_sliding_window", "only false is")
+    fields.check_full_attention()
+    num_heads = fields.whole("num_attention_heads")
+    if num_heads % fields.whole("num_key_value_heads"):
+        raise fields.unsupported("num_key_value_heads", f"it does not divide num_attention_heads = {num_heads}")
     if fields.whole("total_ut_steps") < 2:
         raise fields.unsupported("total_ut_steps", "a single loop carries nothing on")
     design = preset(DESIGN)
-    with fields.building():
-        model = replace(
-            design.design("an adapter"),
-            vocab_size=fields.whole("vocab_size"),
-            width=fields.whole("hidden_size"),
-            num_layers=fields.whole("num_hidden_layers"),
-            num_loops=fields.whole("total_ut_steps"),
-            num_heads=fields.whole("num_attention_heads"),
-            num_kv_heads=fields.whole("num_key_value_heads"),
-            mlp_width=fields.whole("intermediate_size"),
-            max_length=fields.whole("max_position_embeddings"),
-            rope_base=fields.rope_base(),
-            norm_eps=fields.number("rms_norm_eps"),
-            tie_head=fields.flag("tie_word_embeddings"),
-        )
+    model = llama_design(
+        fields,
+        design.design("an adapter"),
+        num_layers=fields.whole("num_hidden_layers"),
+        num_loops=fields.whole("total_ut_steps"),
+        num_kv_heads=fields.whole("num_key_value_heads"),
+    )
     return replace(design, model=model)
 
 
@@ -66,14 +64,3 @@ def layout(config: ModelConfig) -> Layout:
     }
     places = [(f"recurrence.core.layers.{index}", f"model.layers.{index}") for index in range(config.num_layers)]
     return outside(config, EMBEDDING, "model.norm.weight") | gate | layers(layer, places)
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    """Everything that would change the forward pass into one that our model does not have."""
-    fields.check_plain_transformer()
-    if fields.flag("use_sliding_window"):
-        raise fields.unsupported("use_sliding_window", "only false is")
-    fields.check_full_attention()
-    num_heads = fields.whole("num_attention_heads")
-    if num_heads % fields.whole("num_key_value_heads"):
-        raise fields.unsupported("num_key_value_heads", f"it does not divide num_attention_heads = {num_heads}")

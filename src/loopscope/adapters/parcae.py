@@ -17,12 +17,12 @@ import math
 from typing import Any
 
 from loopscope.adapters.foreign import (
-    FieldError,
     Fields,
     Foreign,
     Layout,
     attention_rows,
     layers,
+    litgpt_design,
     litgpt_places,
     outside,
     randomly_deep,
@@ -78,43 +78,22 @@ def design_of(fields: Fields) -> ModelConfig:
         chosen |= {"qk_norm": True, "qk_norm_gain": False}
     if state == "like-init":
         chosen["noise_std"] = math.sqrt(2 / (5 * width))
-    with fields.building():
-        model = ModelConfig(
-            vocab_size=fields.padded_vocab_size(),
-            width=width,
-            prelude_layers=fields.whole("n_layers_in_prelude"),
-            num_layers=fields.whole("n_layers_in_recurrent_block"),
-            coda_layers=fields.whole("n_layers_in_coda"),
-            num_loops=fields.whole("mean_recurrence"),
-            num_heads=heads,
-            value_embeddings=True,
-            mlp="half-relu2",
-            mlp_width=hidden,
-            dropout=0.0,
-            positions="rope",
-            max_length=fields.whole("block_size"),
-            rope_base=_rope_base(fields),
-            rope_pairs="interleaved",
-            norm_eps=fields.number("norm_eps"),
-            prelude_norm="rmsnorm" if fields.flag("prelude_norm") else "none",
-            coda_map=True,
-            **chosen,
-            tie_head=fields.flag("tie_embeddings"),
-            init="parcae",
-        )
+    rotary = fields.inside("rope_settings")
+    if rotary is not None:
+        rotary.only(use_rope=True, rope_condense_ratio=1)
+    model = litgpt_design(
+        fields,
+        num_heads=heads,
+        value_embeddings=True,
+        mlp="half-relu2",
+        rope_base=(rotary or fields).number("rope_base"),
+        prelude_norm="rmsnorm" if fields.flag("prelude_norm") else "none",
+        coda_map=True,
+        **chosen,
+        init="parcae",
+    )
     _check_gates(fields, model)
     return model
-
-
-def _rope_base(fields: Fields) -> float:
-    settings = fields.get("rope_settings")
-    if settings is None:
-        return fields.number("rope_base")
-    if not isinstance(settings, dict):
-        raise FieldError(f"{fields.path}: rope_settings = {settings!r} is not a mapping")
-    own = Fields(fields.path, settings)
-    own.only(use_rope=True, rope_condense_ratio=1)
-    return own.number("rope_base")
 
 
 def _check_gates(fields: Fields, model: ModelConfig) -> None:

@@ -13,8 +13,6 @@ the ordinary model, and every later loop reads the input again. The published mo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from loopscope.adapters.foreign import (
@@ -24,6 +22,7 @@ from loopscope.adapters.foreign import (
     Layout,
     Shape,
     layers,
+    llama_design,
     llama_layer,
     outside,
     randomly_deep,
@@ -67,30 +66,20 @@ def design_of(fields: Fields, how: Retrofit, parts: dict[str, list[int]]) -> Mod
     if fields.flag("use_sliding_window") or fields.get("sliding_window") is not None:
         raise fields.unsupported("sliding_window", "only full attention is")
     fields.check_full_attention()
-    chosen: dict[str, Any] = {"injection": "concat"} if how.adapter else {}
-    heads = fields.whole("num_attention_heads")
-    with fields.building():
-        return ModelConfig(
-            vocab_size=fields.whole("vocab_size"),
-            width=fields.whole("hidden_size"),
-            prelude_layers=len(parts["prelude"]),
-            num_layers=len(parts["core"]),
-            coda_layers=len(parts["coda"]),
-            num_loops=how.num_loops,
-            num_heads=heads,
-            num_kv_heads=heads if fields.get("num_key_value_heads") is None else fields.whole("num_key_value_heads"),
-            head_width=None if fields.get("head_dim") is None else fields.whole("head_dim"),
-            qk_norm=fields.get("model_type") == "qwen3",
-            mlp_width=fields.whole("intermediate_size"),
-            dropout=0.0,
-            positions="rope",
-            max_length=fields.whole("max_position_embeddings"),
-            rope_base=fields.rope_base(),
-            norm_eps=fields.number("rms_norm_eps"),
-            tie_head=fields.flag("tie_word_embeddings"),
-            init="scaled",
-            **chosen,
-        )
+    return llama_design(
+        fields,
+        prelude_layers=len(parts["prelude"]),
+        num_layers=len(parts["core"]),
+        coda_layers=len(parts["coda"]),
+        num_loops=how.num_loops,
+        num_kv_heads=fields.whole(
+            "num_attention_heads" if fields.get("num_key_value_heads") is None else "num_key_value_heads"
+        ),
+        head_width=None if fields.get("head_dim") is None else fields.whole("head_dim"),
+        qk_norm=fields.get("model_type") == "qwen3",
+        init="scaled",
+        injection="concat" if how.adapter else "none",
+    )
 
 
 def _parts(fields: Fields, how: Retrofit) -> dict[str, list[int]]:

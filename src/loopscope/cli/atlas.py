@@ -92,8 +92,8 @@ examples:
     def _laid_out(self) -> Layout:
         """The rows, with a word on how long those that are left will take."""
         from loopscope.rows.backends import usable_cores
-        from loopscope.rows.estimate import total_seconds
         from loopscope.rows.ledger import Ledger
+        from loopscope.rows.probing import total_seconds
         from loopscope.studies.atlas import laid_out
 
         layout = laid_out(self, self.out, ["loopscope", *sys.argv[1:]], say)

@@ -247,7 +247,9 @@ class _ZstdReader(io.RawIOBase):
         while not self._waiting:
             chunk = self._file.read(ZSTD_STEP)
             if not chunk:
-                return self._end()
+                if self._frame is not None:
+                    raise EOFError("the compressed data ends too soon")
+                return 0
             self._waiting = memoryview(self._decompressed(chunk))
         count = min(len(buffer), len(self._waiting))
         buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
@@ -266,11 +268,6 @@ class _ZstdReader(io.RawIOBase):
             if self._frame.eof:
                 self._frame = None
         return b"".join(parts)
-
-    def _end(self) -> int:
-        if self._frame is not None:
-            raise EOFError("the compressed data ends too soon")
-        return 0
 
 
 def _text_file(path: Path, text_field: str) -> TextFile:

@@ -28,7 +28,7 @@ from loopscope.data.corpora import Corpus, Split, joined
 from loopscope.data.task import TaskText
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import DataError, RunError
-from loopscope.files import open_file, sync_folder
+from loopscope.files import sha256_of, sync_folder
 from loopscope.machine import cache_folder
 from loopscope.results.record import Count, encode, load_record, text_of
 
@@ -106,11 +106,6 @@ class PackedTokens:
     def corpus_sha256(self) -> str:
         """Its hash."""
         return self.manifest.corpus_sha256
-
-    @property
-    def num_documents(self) -> int:
-        """Documents in the split."""
-        return self.manifest.documents
 
     @property
     def num_bytes(self) -> int:
@@ -202,7 +197,7 @@ def _fits(folder: Path, manifest: PackedManifest) -> bool:
         return False
     sizes = [(folder / shard.file).stat().st_size // np.dtype(manifest.dtype).itemsize for shard in shards]
     counted = sizes == [shard.tokens for shard in shards] and sum(sizes) == manifest.tokens
-    return counted and all(_digest(folder / entry.file) == entry.sha256 for entry in files)
+    return counted and all(sha256_of(folder / entry.file) == entry.sha256 for entry in files)
 
 
 def _build(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer, on_progress: OnProgress) -> PackedTokens:
@@ -352,11 +347,6 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     """The file as an array; an empty file cannot be mapped."""
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
-
-
-def _digest(path: Path) -> str:
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -216,11 +216,6 @@ class Ray:
         options = {"num_cpus": threads, "num_gpus": gpus, "max_retries": retries}
         self._task = self._ray.remote(**options)(run_row_task)
 
-    @property
-    def address(self) -> str:
-        """Where the cluster is, for others to join."""
-        return str(self._ray.get_runtime_context().gcs_address)
-
     def start(self, spec: RowSpec, folder: Path) -> Handle:
         """Hand the row to the cluster, which starts it when it has room."""
         task = self._task.options(name=spec.name)

@@ -11,7 +11,6 @@ Data order, dropout and sampled depth are functions of (seed, step), so they nee
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -33,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from loopscope.errors import RunError
-from loopscope.files import MOST_JSON_BYTES, folder_written_whole, open_file, read_bytes
+from loopscope.files import MOST_JSON_BYTES, folder_written_whole, read_bytes, sha256_of
 from loopscope.results.checkpoint import SavedRun, SavedWeights
 from loopscope.results.record import MisfitError, decode, text_of
 from loopscope.training.distributed import Ranks
@@ -75,39 +74,33 @@ class Checkpoint:
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers, whole, whatever the number of ranks that wrote them."""
         with _told(self.path):
-            return self._model_tensors()
-
-    def _model_tensors(self) -> dict[str, Tensor]:
-        if not self.state.sharded:
-            return load_file(self.path / "model.safetensors")
-        _check_headers(self.path)
-        reader = HuggingFaceStorageReader(str(self.path))
-        sizes = reader.read_metadata().state_dict_metadata
-        whole = {name: _empty(meta) for name, meta in sizes.items() if name.startswith(MODEL)}
-        load_shards(whole, storage_reader=reader, no_dist=True)
-        return {name.removeprefix(MODEL): tensor for name, tensor in whole.items()}
+            if not self.state.sharded:
+                return load_file(self.path / "model.safetensors")
+            _check_headers(self.path)
+            reader = HuggingFaceStorageReader(str(self.path))
+            sizes = reader.read_metadata().state_dict_metadata
+            whole = {name: _empty(meta) for name, meta in sizes.items() if name.startswith(MODEL)}
+            load_shards(whole, storage_reader=reader, no_dist=True)
+            return {name.removeprefix(MODEL): tensor for name, tensor in whole.items()}
 
     def restore_tensors(self, model: nn.Module, optimizers: Optimizers) -> None:
         """Put parameters, buffers and optimiser state into a model that may be sharded over any number of ranks."""
         with _told(self.path):
-            self._restore_tensors(model, optimizers)
-
-    def _restore_tensors(self, model: nn.Module, optimizers: Optimizers) -> None:
-        if not self.state.sharded:
-            load_model_tensors(model, self._model_tensors(), self.path)
-            load_optimizer_tensors(model, optimizers, load_file(self.path / "optimizer.safetensors"))
-            return
-        _check_headers(self.path)
-        reader = HuggingFaceStorageReader(str(self.path))
-        parameters = dict(model.named_parameters())
-        slots = {
-            name: _like_its_parameter(parameters, name, meta)
-            for name, meta in reader.read_metadata().state_dict_metadata.items()
-            if name.startswith(OPTIMIZER)
-        }
-        own = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
-        load_shards({**own, **slots}, storage_reader=reader, no_dist=not dist.is_initialized())
-        load_optimizer_tensors(model, optimizers, {n.removeprefix(OPTIMIZER): t for n, t in slots.items()})
+            if not self.state.sharded:
+                load_model_tensors(model, self.model_tensors(), self.path)
+                load_optimizer_tensors(model, optimizers, load_file(self.path / "optimizer.safetensors"))
+                return
+            _check_headers(self.path)
+            reader = HuggingFaceStorageReader(str(self.path))
+            parameters = dict(model.named_parameters())
+            slots = {
+                name: _like_its_parameter(parameters, name, meta)
+                for name, meta in reader.read_metadata().state_dict_metadata.items()
+                if name.startswith(OPTIMIZER)
+            }
+            own = {MODEL + name: tensor for name, tensor in model_tensors(model).items()}
+            load_shards({**own, **slots}, storage_reader=reader, no_dist=not dist.is_initialized())
+            load_optimizer_tensors(model, optimizers, {n.removeprefix(OPTIMIZER): t for n, t in slots.items()})
 
 
 def save(folder: Path, model: nn.Module, optimizers: Optimizers, state: SavedWeights) -> Path:
@@ -183,7 +176,7 @@ def load(path: Path) -> Checkpoint:
         if Path(name).name != name:
             raise RunError(f"checkpoint {path} is damaged: {SUMS_FILE} names {name!r}, which is not a file of it")
         with _told(path):
-            if _sha256(path / name) != expected:
+            if sha256_of(path / name) != expected:
                 raise RunError(f"checkpoint {path} is damaged: {name} does not match its checksum")
     state = _decoded(path / STATE_FILE, _read(path / STATE_FILE), SavedWeights)
     if re.fullmatch(r"step-\d+", path.name) and int(path.name.removeprefix("step-")) != state.step:
@@ -306,7 +299,7 @@ def load_optimizer_tensors(model: nn.Module, optimizers: Optimizers, tensors: di
 def _write_state(beside: Path, state: SavedWeights) -> None:
     """state.json, then the checksums of everything that is there."""
     (beside / STATE_FILE).write_text(text_of(state), encoding="utf-8")
-    sums = {file.name: _sha256(file) for file in sorted(beside.iterdir())}
+    sums = {file.name: sha256_of(file) for file in sorted(beside.iterdir())}
     (beside / SUMS_FILE).write_text(text_of(sums), encoding="utf-8")
 
 
@@ -327,8 +320,3 @@ def _like_its_parameter(parameters: dict[str, nn.Parameter], name: str, meta: An
     if tuple(meta.size) == tuple(parameter.shape):
         return torch.zeros_like(parameter, requires_grad=False)
     return _empty(meta)
-
-
-def _sha256(path: Path) -> str:
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -50,12 +50,11 @@ class StepGuard:
             self.bad_in_a_row = 0
             return StepVerdict("apply")
         self.bad_in_a_row += 1
-        seen = f"step {step}: {fault}"
         if self.bad_in_a_row <= self.config.max_skips:
-            return StepVerdict("skip", f"{seen}; skipped ({self.bad_in_a_row} in a row)")
+            return StepVerdict("skip", f"step {step}: {fault}; skipped ({self.bad_in_a_row} in a row)")
         if self.rollbacks < self.config.max_rollbacks:
-            return StepVerdict("rollback", f"{seen}, after {self.config.max_skips} skipped steps in a row")
-        return StepVerdict("stop", f"{seen}, after {self.rollbacks} rollbacks at ever smaller learning rates")
+            fault += f", after {self.config.max_skips} skipped steps in a row"
+        return self.judge_model(step, fault)
 
     def judge_model(self, step: int, fault: str) -> StepVerdict:
         """A model that is not finite is never kept: roll back, or stop when that has not helped."""

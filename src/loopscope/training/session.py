@@ -147,7 +147,7 @@ def find_checkpoint(run: RunFolder, resume: str, say: Say) -> checkpoint.Checkpo
 
 def checkpoint_path(path: Path) -> Path:
     """The checkpoint folder that a run folder or a checkpoint folder means."""
-    if (path / "state.json").is_file():
+    if (path / checkpoint.STATE_FILE).is_file():
         return path
     steps = checkpoint.list_steps(path / "checkpoints")
     if not steps:
