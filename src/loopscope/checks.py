@@ -7,7 +7,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from loopscope.errors import ConfigError
@@ -37,18 +37,26 @@ def check_pairing(config: Any, chooser: str, needed: dict[str, str]) -> None:
             raise ConfigError.of(name, getattr(config, name), f"has no effect unless {chooser} = {choice!r}")
 
 
+def refuse(config: Any, is_wrong: Callable[[Any], bool], why: str, *names: str) -> None:
+    """Fields that are wrong where they are given."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and is_wrong(value):
+            raise ConfigError.of(name, value, why)
+
+
+def check_seed(config: Any) -> None:
+    """A seed that every generator of random numbers takes."""
+    refuse(config, lambda seed: not 0 <= seed < 2**31, "must be between 0 and 2³¹ − 1", "seed")
+
+
 def check_positive(config: Any, *names: str) -> None:
     """Numbers that must be above 0 where they are given."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and value <= 0:
-            raise ConfigError.of(name, value, "must be above 0")
+    refuse(config, lambda value: value <= 0, "must be above 0", *names)
 
 
 def check_at_least(config: Any, least: float, *names: str) -> None:
     """Numbers with a lower limit, where they are given."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and value < least:
-            raise ConfigError.of(name, value, f"must be at least {least}")
+    refuse(config, lambda value: value < least, f"must be at least {least}", *names)
 
 
 def check_one_of(config: Any, name: str, allowed: Iterable[str]) -> None:
@@ -59,22 +67,17 @@ def check_one_of(config: Any, name: str, allowed: Iterable[str]) -> None:
 
 def check_at_most(config: Any, most: float, *names: str) -> None:
     """Numbers with an upper limit."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and value > most:
-            raise ConfigError.of(name, value, f"must be at most {most:,}")
+    refuse(config, lambda value: value > most, f"must be at most {most:,}", *names)
 
 
 def check_not_negative(config: Any, *names: str) -> None:
     """Numbers that must be at least 0 where they are given."""
-    for name in names:
-        if (value := getattr(config, name)) is not None and value < 0:
-            raise ConfigError.of(name, value, "must not be negative")
+    refuse(config, lambda value: value < 0, "must not be negative", *names)
 
 
 def check_share(config: Any, name: str) -> None:
     """A share of a whole."""
-    if not 0 < getattr(config, name) <= 1:
-        raise ConfigError.of(name, getattr(config, name), "must be above 0 and at most 1")
+    refuse(config, lambda value: not 0 < value <= 1, "must be above 0 and at most 1", name)
 
 
 def check_whole_numbers(config: Any) -> None:

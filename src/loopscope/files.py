@@ -145,11 +145,11 @@ Problems = dict[str, str]
 
 def read_yaml(path: Path, problems: Problems) -> dict[str, Any] | None:
     """The mapping in a YAML file, unless it is made to take without end."""
-    text = _text(path, MOST_YAML_BYTES, problems)
-    if text is None:
+    data = read_limited(path, MOST_YAML_BYTES, problems)
+    if data is None:
         return None
     try:
-        found = parse_yaml(text)
+        found = parse_yaml(data.decode("utf-8", "replace"))
     except TrickError as trick:
         problems[path.name] = f"{trick} and is left out"
         return None
@@ -211,12 +211,6 @@ def lines_of(path: Path, most: float, problems: Problems) -> Iterator[bytes]:
                     yield line
     except OSError as error:
         problems[path.name] = f"cannot be read: {error.strerror}"
-
-
-def _text(path: Path, most: float, problems: Problems) -> str | None:
-    """The text of a regular file of sensible size, or None."""
-    data = read_limited(path, most, problems)
-    return None if data is None else data.decode("utf-8", "replace")
 
 
 def read_limited(path: Path, most: float, problems: Problems) -> bytes | None:

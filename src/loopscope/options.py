@@ -1,7 +1,8 @@
 """What a verb and the function under it can be asked: each option is declared once.
 
-A field is a keyword of the function and, with dashes, a flag of the verb; its docstring is the help of both. What it
-may be is checked here and nowhere else, as far as that can be known without opening a model, and without torch.
+A field is a keyword of the function and, with dashes, a flag of the verb; the help of both is its docstring, or what
+its type says where several verbs have it. What it may be is checked here and nowhere else, as far as that can be known
+without opening a model, and without torch.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import tyro
+from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from loopscope.checks import check_at_least, check_not_negative, check_one_of
+from loopscope.checks import check_at_least, check_not_negative, check_one_of, check_seed, check_share, refuse
 from loopscope.config import MOST_LOOPS
 from loopscope.designs import DESIGNS
 from loopscope.errors import ConfigError, suggest
@@ -88,7 +89,42 @@ def parse_designs(text: str) -> tuple[str, ...]:
     return tuple(name for name in DESIGNS if name in asked)
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
+# --- options that several verbs have ----------------------------------------------------------------------------------
+
+Target = Annotated[
+    Positional[str],
+    arg(
+        help="Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration file, "
+        "or package.module:factory."
+    ),
+]
+OpenedAs = Annotated[
+    str | None,
+    arg(
+        help="float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other "
+        "people's weights are opened in float32, and everything else as it is."
+    ),
+]
+Tokenizer = Annotated[str | None, arg(help="bytes or a tokenizer.json, for a target that brings no tokenizer.")]
+Length = Annotated[
+    int | None,
+    arg(help="Tokens of a sequence; by default as in training, and 256 for models that do not say."),
+]
+TaskFolder = Annotated[
+    str | None,
+    arg(help="A folder with YAML files of further tasks; Python that they name is run by the harness."),
+]
+Questions = Annotated[int | None, arg(help="Questions of each task; all by default.")]
+On = Annotated[str, arg(help="Where rows run: here, ray (a cluster of this machine) or ray:ADDRESS.")]
+RowsAtOnce = Annotated[
+    int | None,
+    arg(help="Rows that run side by side; by default as many as there are cores for, and on Ray as it has room."),
+]
+Retries = Annotated[int, arg(help="Further attempts at a row whose process crashed.")]
+AsJson = Annotated[bool, arg(help="Print the result as JSON.")]
+
+
+# --- options of one verb ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +137,7 @@ class AuditOptions:
     """Tokens up to such a state."""
     tokens: int = 256
     """Tokens that norms, shares, sweeps and interventions are measured on."""
-    rollout: Annotated[int, tyro.conf.arg(name="loops")] = 30
+    rollout: Annotated[int, arg(name="loops")] = 30
     """Loops that the activity is followed through."""
     method: Literal["auto", "dense", "matrix-free"] = "auto"
     """How reachability is decided: whole Jacobians of a loop, or products with them."""
@@ -167,12 +203,10 @@ class EvaluateOptions:
     """Depths to report, as 1..8 or 1,2,4; by default 1 to the trained depth."""
     data: tuple[str, ...] | None = None
     """Text to evaluate on instead of the run's validation split."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    tokenizer: Tokenizer = None
     batch: int = 16
     """Sequences at a time."""
-    length: int | None = None
-    """Tokens of a sequence; by default as in training, and 256 for models that do not say."""
+    length: Length = None
     max_tokens: int | None = None
     """Stop after so many tokens."""
     speed: bool = False
@@ -207,8 +241,7 @@ class RemedyOptions:
     """Learning rate; by default the run's own, and 1e-4 for other people's models."""
     data: tuple[str, ...] | None = None
     """Text to fine-tune and measure on; by default the run's own, and the built-in one for other people's models."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    tokenizer: Tokenizer = None
     out: Path | None = None
     """Run folder of the fixed model; by default the run's, followed by the fix."""
 
@@ -257,16 +290,11 @@ class SamplingOptions:
     """Of the random numbers."""
 
     def __post_init__(self) -> None:
-        checks = (
-            ("temperature", 0 <= self.temperature < math.inf, "must be 0 (greedy) or more, and finite"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1"),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "must be between 0 and 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0, and finite"),
-        )
-        for name, is_right, why in checks:
-            if not is_right:
-                raise ConfigError.of(name, getattr(self, name), why)
+        refuse(self, lambda it: not 0 <= it < math.inf, "must be 0 (greedy) or more, and finite", "temperature")
+        check_at_least(self, 1, "top_k")
+        check_share(self, "top_p")
+        refuse(self, lambda it: not 0 <= it <= 1, "must be between 0 and 1", "min_p")
+        refuse(self, lambda it: not 0 < it < math.inf, "must be above 0, and finite", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,19 +320,16 @@ class GenerateOptions(SamplingOptions):
     """exact, or the same as --cache-policy: what prompts see of one another's tokens."""
     truncate: bool = False
     """Drop the beginning of a prompt that is too long for the model."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    tokenizer: Tokenizer = None
     device: str | None = None
     """Where to run: cpu, cuda, cuda:1, mps; the best there is by default."""
-    dtype: str | None = None
-    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
-    weights are opened in float32, and everything else as it is."""
+    dtype: OpenedAs = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "max_tokens")
-        if self.num_loops is not None and not 1 <= self.num_loops <= MOST_LOOPS:
-            raise ConfigError.of("num_loops", self.num_loops, f"a number of loops is between 1 and {MOST_LOOPS:,}")
+        why = f"a number of loops is between 1 and {MOST_LOOPS:,}"
+        refuse(self, lambda it: not 1 <= it <= MOST_LOOPS, why, "num_loops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,9 +349,8 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "devices", "tokens")
-        for name in ("flops_per_second", "within_hours"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ConfigError.of(name, value, "must be a finite number above 0")
+        why = "must be a finite number above 0"
+        refuse(self, lambda it: not 0 < it < math.inf, why, "flops_per_second", "within_hours")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,8 +373,7 @@ class AtlasOptions:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "steps", "threads")
         check_not_negative(self, "hops_steps")
-        if not 0 <= self.seed < 2**31:
-            raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
+        check_seed(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,9 +390,7 @@ class ScalingOptions:
     """Of starting points and draws."""
 
     def __post_init__(self) -> None:
-        for name in ("starts", "bootstraps"):
-            if not 1 <= getattr(self, name) <= 100_000:
-                raise ConfigError.of(name, getattr(self, name), "must be between 1 and 100,000")
+        refuse(self, lambda it: not 1 <= it <= 100_000, "must be between 1 and 100,000", "starts", "bootstraps")
         check_not_negative(self, "seed")
 
 
@@ -377,7 +398,7 @@ class ScalingOptions:
 class CalibrateOptions:
     """Which halting rules, what they may cost, and the text that has to show it."""
 
-    rules: Annotated[tuple[str, ...], tyro.conf.arg(name="rule")] = ("margin",)
+    rules: Annotated[tuple[str, ...], arg(name="rule")] = ("margin",)
     """Halting rules by name (docs/halting.md), or all that the model can be asked. Several share what may go
     wrong between them."""
     max_ppl_increase: float = 0.01
@@ -386,8 +407,7 @@ class CalibrateOptions:
     """How sure the promise is."""
     data: tuple[str, ...] | None = None
     """Text to calibrate on instead of the target's validation split."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    tokenizer: Tokenizer = None
     max_units: int = 400
     """At most so many units of text, of as many articles as there are."""
     unit_tokens: int = 512
@@ -405,10 +425,8 @@ class CalibrateOptions:
     def __post_init__(self) -> None:
         if not self.rules:
             raise ConfigError.of("rule", self.rules, "name at least one (docs/halting.md), or all")
-        if not 0 < self.max_ppl_increase < math.inf:
-            raise ConfigError.of("max_ppl_increase", self.max_ppl_increase, "must be above 0, as 0.01 for 1 %")
-        if not 0.5 <= self.confidence < 1:
-            raise ConfigError.of("confidence", self.confidence, "must be at least 0.5 and below 1")
+        refuse(self, lambda it: not 0 < it < math.inf, "must be above 0, as 0.01 for 1 %", "max_ppl_increase")
+        refuse(self, lambda it: not 0.5 <= it < 1, "must be at least 0.5 and below 1", "confidence")
         check_at_least(self, 1, "max_units", "unit_tokens")
         check_one_of(self, "fill", ("copy", "project"))
         check_not_negative(self, "verify", "seed")

@@ -1,4 +1,4 @@
-"""The command line: one file per verb, which registers itself. Verbs parse, call, and print; torch is imported late.
+"""The command line: verbs register themselves. Verbs parse, call, and print; torch is imported late.
 
 Results go to stdout, progress to stderr. Exit codes: 0 clean, 1 findings, 2 the user's mistake, 70 a bug,
 130 interrupted.
@@ -18,15 +18,14 @@ from typing import Any
 import tyro
 
 from loopscope.checks import check_whole_numbers
-from loopscope.cli.completion import SHELLS, completion
-from loopscope.cli.flags import check_known, entry, help_text, sections_of
+from loopscope.cli.flags import SHELLS, check_known, entry, help_text, sections_of
 from loopscope.cli.terminal import print_text, say
 from loopscope.cli.verb import COMMANDS, Verb
 from loopscope.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
 from loopscope.machine import limit_cpu_isa, own_version
 
 for _module in (
-    *("quickstart", "train", "audit", "remedy", "eval", "check", "calibrate", "generate", "convert", "plan"),
+    *("quickstart", "train", "audit", "eval", "check", "calibrate", "generate", "convert", "plan"),
     *("reproduce", "ouro", "atlas", "scaling", "report", "env"),
 ):  # in the order of the overview
     importlib.import_module(f"loopscope.cli.{_module}")
@@ -94,7 +93,7 @@ def parse(argv: Sequence[str]) -> Verb:
         shell = arguments[0] if len(arguments) == 1 else ""
         if shell not in SHELLS:
             raise ConfigError.of("completion", " ".join(arguments), f"expected one of {', '.join(SHELLS)}")
-        return Shown(completion(shell, COMMANDS))
+        return Shown(SHELLS[shell]())
     if name not in VERBS:
         kind = "flag" if name.startswith("-") else "command"
         known = ("--help", "--version", "--completion") if kind == "flag" else VERBS

@@ -15,13 +15,12 @@ from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, RunError
-from loopscope.options import AtlasOptions
+from loopscope.options import AtlasOptions, On, Retries, RowsAtOnce
 from loopscope.results.record import as_json
 from loopscope.show.table import Table
 
 if TYPE_CHECKING:
     from loopscope.results.atlas import AtlasRecord, Setting
-    from loopscope.rows.backends import Backend
     from loopscope.rows.spec import Layout
 
 IN_TERMINAL = ("untrained", "trained", "growth", "far", "motion", "beyond")
@@ -40,12 +39,9 @@ class Atlas(
 
     out: Path = Path("runs/atlas")
     """Output folder: atlas.json, tables/, figures/, atlas.html, and a folder for every row."""
-    on: str = "here"
-    """Where rows run: here, ray (a cluster of this machine) or ray:ADDRESS."""
-    rows_at_once: int | None = None
-    """Rows that run side by side; by default as many as there are cores for, and on Ray as it has room."""
-    retries: int = 1
-    """Further attempts at a row whose process crashed."""
+    on: On = "here"
+    rows_at_once: RowsAtOnce = None
+    retries: Retries = 1
     rebuild: bool = False
     """Run nothing; only make tables, figure and page from what is there."""
     json: bool = False
@@ -77,7 +73,13 @@ examples:
         from loopscope.show.atlas import publish
 
         if not self.rebuild:
-            run_rows(self._laid_out, self._backend, self.retries)
+            run_rows(
+                self._laid_out,
+                retries=self.retries,
+                on=self.on,
+                rows_at_once=self.rows_at_once,
+                threads=self.threads,
+            )
         record = publish(self.out)
         failed = any(entry.state == "failed" for entry in record.entries)
         if not record.entries:
@@ -104,11 +106,6 @@ examples:
             say(f"timing a training step of each design; {len(left)} rows, {slots} side by side")
             say(f"about {duration(total_seconds(left, slots))} on this machine as busy as it is now")
         return layout
-
-    def _backend(self) -> Backend:
-        from loopscope.rows.backends import make_backend
-
-        return make_backend(self.on, rows_at_once=self.rows_at_once, threads=self.threads, gpus=0, retries=self.retries)
 
 
 def _brief(record: AtlasRecord, setting: Setting) -> Table:

@@ -1,4 +1,4 @@
-"""`loopscope audit`: which parts of the state the loop carries and no loss sees."""
+"""`loopscope audit`: which parts of the state the loop carries and no loss sees; `loopscope remedy`: the fix of one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import tyro
 from tyro.conf import Positional
 
 from loopscope.checks import check_at_least
-from loopscope.cli.terminal import bar, print_tables, print_text, print_words, progress, say
+from loopscope.cli.live import watching
+from loopscope.cli.terminal import bar, print_json, print_tables, print_text, print_words, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.config import ObjectiveConfig
 from loopscope.data.files import check_sources
-from loopscope.errors import ConfigError, LoopscopeError, NotFiniteError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, LoopscopeError, NotFiniteError
 from loopscope.files import write_atomically
-from loopscope.options import AuditOptions, PushOptions, written
+from loopscope.options import AuditOptions, PushOptions, RemedyOptions, Tokenizer, written
 from loopscope.results.audit import NotAudited, SeveralAudits
 from loopscope.results.record import text_of, write_record
 from loopscope.show import sentences
@@ -28,6 +29,7 @@ from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
+    from loopscope.api.remedies import Remedied
     from loopscope.objectives.terms import Term
     from loopscope.results.audit import AuditResult, Motion, PushResult
     from loopscope.targets import Opened
@@ -61,8 +63,7 @@ class Audit(
     """Weight of a norm penalty that is part of the loss; by default what the target says."""
     data: tuple[str, ...] | None = None
     """Text to audit on instead of the run's validation split."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
+    tokenizer: Tokenizer = None
     push: bool = False
     """Test the verdicts on a copy of the weights: reward scale and every blind field for growing, for a few dozen
     training steps, and say how far they went and what the objective paid."""
@@ -166,8 +167,9 @@ examples:
     def _own_file(self, opened: Opened) -> Path | None:
         """The run folder's audit.json, unless --out says where else it goes."""
         goes_elsewhere = self.out is not None and self.format in ("table", "json")
-        kept = opened.run is not None and opened.is_newest and not goes_elsewhere
-        return opened.run.path / "audit.json" if kept and opened.run is not None else None
+        if opened.run is None or not opened.is_newest or goes_elsewhere:
+            return None
+        return opened.run.path / "audit.json"
 
     def _pushed(self, opened: Opened, result: AuditResult) -> AuditResult:
         """The audit with a push of scale and of every field that it calls blind."""
@@ -288,3 +290,63 @@ def _plots(result: AuditResult) -> str:
     if result.blind_directions.gap is not None:
         lines.append(f"spectrum of what is shown: gap {result.blind_directions.gap:.1g} above the hidden directions")
     return "\n".join(lines)
+
+
+# --- remedy ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy(RemedyOptions, Verb, command="remedy", out_is_folder=True):
+    """Flags of `loopscope remedy`."""
+
+    target: Positional[str]
+    """What to start from: a run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, or package.module:factory. It is
+    not changed."""
+    json: bool = False
+    """Print the comparison as JSON."""
+
+    help: ClassVar[str] = """Fix a blind spot: fine-tune with the remedy (or clamp), and compare before and after.
+
+Exit code 1 unless the audit finds no blind spot any more, the norm has come down where scale was blind, and perplexity
+is at most 1 % worse at every supervised loop.
+
+examples:
+  loopscope remedy runs/nano-per-loop-rmsnorm-s42 --steps 300
+  loopscope remedy runs/mine --how final-only --steps 500 --out runs/fixed
+  loopscope remedy downloads/Ouro-1.4B --data wiki/*.txt --steps 100
+  loopscope remedy runs/mine --how clamp"""
+
+    def run(self) -> int:
+        """Audit and measure, fix, audit and measure again; exit code 1 unless it is fixed and nothing got worse."""
+        check_word(self.target)
+        check_sources(self.data or ())
+        from loopscope.api.remedies import remedy
+
+        result = remedy(self.target, self, say=say, watching=watching)
+        exit_code = EXIT_OK if result.is_clean else EXIT_FINDINGS
+        if self.json:
+            print_json(**result.to_json())
+            return exit_code
+        was, now = result.before.audit, result.after.audit
+        print_tables(_comparison(result))
+        print_words(f"before: {sentences.summary(was)}\nafter:  {sentences.summary(now)}")
+        if now.verdict == "blind-spot":
+            print_audit(now)
+        print_words("\n".join([f"outcome: {result.outcome.upper()}", *(f"  {reason}" for reason in result.reasons)]))
+        fixed = f"model with the fix: {result.out}" if self.how != "clamp" else f"comparison: {result.out}/remedy.json"
+        print_text(fixed)
+        return exit_code
+
+
+def _comparison(result: Remedied) -> Table:
+    was, now = result.before, result.after
+    names = ("scale", "mean")
+    rows: list[list[object]] = [["verdict", was.audit.verdict, now.audit.verdict]]
+    rows += [[name, was.audit.variable(name).verdict, now.audit.variable(name).verdict] for name in names]
+    pairs = list(zip(was.scores.depths, now.scores.depths, strict=True))
+    measured = [(f"perplexity at loop {old.k}", old.perplexity, new.perplexity, ".2f") for old, new in pairs]
+    measured += [(f"‖h_{old.k}‖", old.norm, new.norm, ".4g") for old, new in pairs]
+    for name, old, new, form in measured:
+        rows.append([name, *(None if value is None else format(value, form) for value in (old, new))])
+    header = [Column(""), Column("before", align="right"), Column("after", align="right")]
+    return Table(f"before and after: {result.how}", header, rows)

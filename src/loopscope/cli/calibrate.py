@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
-from tyro.conf import Positional
 
 from loopscope.cli.terminal import bar, print_record, print_tables, print_text, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK
-from loopscope.options import CalibrateOptions
+from loopscope.options import AsJson, CalibrateOptions, OpenedAs, Target
 from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_tokenizer, check_word
 
@@ -30,17 +29,12 @@ class Calibrate(
 ):
     """Flags of `loopscope calibrate`."""
 
-    target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
-    file, or package.module:factory."""
-    dtype: str | None = None
-    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
-    weights are opened in float32, and everything else as it is."""
+    target: Target
+    dtype: OpenedAs = None
     speed: bool = True  # who looks at a table wants to see it; a script would wait for nothing
     out: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the certified rule with the fewest loops to this file, for `generate --halting`."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: AsJson = False
 
     help: ClassVar[str] = """A halting threshold with a bound: tokens leave early, and perplexity rises by at most 1 %.
 

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from loopscope.cli.terminal import print_json, print_text, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
-from loopscope.options import ConvertOptions
+from loopscope.options import ConvertOptions, Target
 from loopscope.words import check_word
 
 
@@ -24,9 +24,7 @@ class Convert(
 ):
     """Flags of `loopscope convert`."""
 
-    target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
-    file, or package.module:factory."""
+    target: Target
     out: Positional[str]
     """Folder to write; it is there when it is whole, and not before."""
     from_pickle: bool = False

@@ -10,6 +10,7 @@ from typing import ClassVar
 from loopscope.cli.terminal import print_json, print_tables
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK
+from loopscope.options import AsJson
 from loopscope.show.table import Table
 
 EXAMPLE_ROWS, EXAMPLE_VOCABULARY = 4096, 20_000
@@ -20,8 +21,7 @@ EXAMPLE_ROWS, EXAMPLE_VOCABULARY = 4096, 20_000
 class Env(Verb, command="env", example=("env", "versions, device, and every automatic choice")):
     """Flags of `loopscope env`."""
 
-    json: bool = False
-    """Print the result as JSON."""
+    json: AsJson = False
 
     help: ClassVar[str] = """Print versions, hardware, and every automatic choice with its reason.
 
@@ -35,8 +35,10 @@ examples:
         from loopscope.objectives.cross_entropy import choose_chunk_rows
 
         device = choose_device()
-        rows, vocab_size = EXAMPLE_ROWS, EXAMPLE_VOCABULARY
-        choices = [*automatic_choices(device), choose_chunk_rows(rows, vocab_size, 4, str(device.value))]
+        choices = [
+            *automatic_choices(device),
+            choose_chunk_rows(EXAMPLE_ROWS, EXAMPLE_VOCABULARY, 4, str(device.value)),
+        ]
         system = f"{platform.system()} {platform.release()} {platform.machine()}"
         if self.json:
             print_json(system=system, versions=versions(), choices=[dataclasses.asdict(choice) for choice in choices])

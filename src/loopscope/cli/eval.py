@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from tyro.conf import Positional
-
 from loopscope.checks import check_at_least, check_not_negative
 from loopscope.cli.terminal import bar, print_json, print_record, print_tables, print_text, progress, say
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, RunError
-from loopscope.options import EvaluateOptions
+from loopscope.options import AsJson, EvaluateOptions, OpenedAs, Questions, Target, TaskFolder
 from loopscope.show.numbers import span
 from loopscope.show.table import Column, Table, columns
 from loopscope.words import check_policy, check_tokenizer, check_word
@@ -36,22 +34,15 @@ class Eval(
 ):
     """Flags of `loopscope eval`."""
 
-    target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
-    file, or package.module:factory."""
-    dtype: str | None = None
-    """float32, bfloat16, float16, or own: as a folder of other people's stores its weights. By default other people's
-    weights are opened in float32, and everything else as it is."""
+    target: Target
+    dtype: OpenedAs = None
     tasks: str | None = None
     """Downstream tasks of lm-evaluation-harness instead of text, as lambada_openai,piqa (the eval extra)."""
-    task_folder: str | None = None
-    """A folder with YAML files of further tasks; Python that they name is run by the harness."""
+    task_folder: TaskFolder = None
     fewshot: int | None = None
     """Examples before every question of a task; by default as the task says."""
-    limit: int | None = None
-    """Questions of each task; all by default."""
-    json: bool = False
-    """Print the result as JSON."""
+    limit: Questions = None
+    json: AsJson = False
 
     help: ClassVar[str] = """Cross-entropy, perplexity, bits per byte and norm at every depth, each token once.
 

@@ -1,6 +1,7 @@
-"""The flags of a verb, read from its dataclass: what `--help` shows, and what a mistyped flag may have meant.
+"""The flags of a verb, read from its dataclass: what `--help` shows, shells complete, a mistyped one may have meant.
 
-A field's docstring is its help and its name its flag, so neither can drift from the code. tyro only parses.
+A field's docstring, or the help of its type, is its help and its name its flag, so neither can drift from the code.
+tyro only parses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import inspect
 import itertools
 import re
+import shlex
 import shutil
 import textwrap
 import types
@@ -24,8 +26,10 @@ from typing import Any, Literal
 from tyro.conf import Positional
 from tyro.constructors import PrimitiveConstructorSpec
 
-from loopscope.cli.verb import Verb
+from loopscope.cli.verb import COMMANDS, Verb
+from loopscope.designs import DESIGNS
 from loopscope.errors import ConfigError
+from loopscope.presets import PRESETS
 
 POSITIONAL = typing.get_args(Positional[str])[1]
 NAMES_OF_TYPES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
@@ -46,6 +50,13 @@ class Flag:
     default: object
     """dataclasses.MISSING where it has to be given."""
 
+    @property
+    def choices(self) -> Sequence[str]:
+        """What may stand behind it, where that is known."""
+        if self.values.startswith("{") and self.values.endswith("}"):
+            return self.values[1:-1].split(",")
+        return tuple({"preset": PRESETS, "design": DESIGNS}.get(self.field, ()))
+
 
 @dataclass(frozen=True)
 class Section:
@@ -64,9 +75,11 @@ def sections_of(verb: type[Verb], defaults: object = None) -> list[Section]:
     """
     start_here = verb.start_here.split()
     own = Section("flags" if not start_here else "more", "", list(_flags(verb, defaults)))
+    hints = typing.get_type_hints(verb)
     parts = [
         Section(name, part.__doc__ or "", list(_flags(part, getattr(defaults, name, None))))
-        for name, part in _parts(verb).items()
+        for name, part in ((field.name, hints[field.name]) for field in dataclasses.fields(verb))  # type: ignore[arg-type]
+        if _is_part(part)
     ]
     by_name = {flag.field: flag for section in (own, *parts) for flag in section.flags}
     first = [flag for flag in own.flags if not flag.names] + [by_name[name] for name in start_here]
@@ -121,13 +134,8 @@ def check_known(arguments: Sequence[str], command: str, sections: Sequence[Secti
 # --- from dataclasses ------------------------------------------------------------------------------------------------
 
 
-def _parts(verb: type[Any]) -> dict[str, type[Any]]:
-    """The fields that are dataclasses themselves: parts of a configuration."""
-    hints = typing.get_type_hints(verb)
-    return {field.name: hints[field.name] for field in dataclasses.fields(verb) if _is_part(hints[field.name])}
-
-
 def _is_part(hint: object) -> bool:
+    """Whether a field is a dataclass itself, a part of a configuration."""
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
@@ -149,7 +157,8 @@ def _flags(owner: type[Any], defaults: object) -> Iterator[Flag]:
             flag = next((extra.name for extra in told if extra.name is not None), field.name).replace("_", "-")
             aliases = [alias for extra in told for alias in extra.aliases or ()]
             names = (*aliases, f"--{flag}", *((f"--no-{flag}",) if hint is bool else ()))
-        yield Flag(field.name, names, values, docs.get(field.name, ""), default)
+        shared = next((extra.help for extra in told if getattr(extra, "help", None)), "")
+        yield Flag(field.name, names, values, docs.get(field.name, shared), default)
 
 
 def _taken_apart(hint: Any) -> tuple[Any, PrimitiveConstructorSpec[Any] | None, list[Any]]:
@@ -210,3 +219,100 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
     return str(value)
+
+
+# --- as a completion script ------------------------------------------------------------------------------------------
+#
+# A script has every command, flag and choice in it: no Python runs at a TAB. Where nothing of ours fits, the shell
+# completes names of files.
+
+TOP = ("--help", "--version", "--completion")
+
+
+def _named_flags() -> list[tuple[str, list[Flag]]]:
+    """Every command with its flags, without the positional arguments."""
+    return [
+        (name, [flag for section in sections_of(verb) for flag in section.flags if flag.names])
+        for name, verb in COMMANDS.items()
+    ]
+
+
+def _words() -> tuple[list[str], dict[str, list[str]]]:
+    """First words of commands, and of those with two words: first word → second words."""
+    seconds: dict[str, list[str]] = {}
+    for name in COMMANDS:
+        first, *second = name.split()
+        if second:
+            seconds.setdefault(first, []).extend(second)
+    return [name for name in COMMANDS if " " not in name], seconds
+
+
+def _bash() -> str:
+    first, seconds = _words()
+    pairs = " | ".join(f'"{name}"' for name in COMMANDS if " " in name)
+    choices, spelt = [], []
+    for name, flags in _named_flags():
+        for flag in flags:
+            if flag.choices:
+                given = " | ".join(f'"{name} {spelling}"' for spelling in flag.names)
+                choices.append(f'            {given}) words="{" ".join(flag.choices)}" ;;')
+        spellings = [spelling for flag in flags for spelling in flag.names]
+        spelt.append(f'                "{name}:-"*) words="{" ".join([*spellings, "--help"])}" ;;')
+    for name, others in seconds.items():
+        spelt.append(f'                "{name}:"*) [ "$COMP_CWORD" -eq 2 ] && words="{" ".join(others)}" ;;')
+    newline = "\n"
+    return f"""# bash completion of loopscope
+_loopscope() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}"
+    local command="${{COMP_WORDS[1]}}" words=""
+    if [ "$COMP_CWORD" -gt 2 ]; then
+        case "$command ${{COMP_WORDS[2]}}" in {pairs}) command="$command ${{COMP_WORDS[2]}}" ;; esac
+    fi
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{" ".join([*first, *TOP])}"
+    else
+        case "$command $previous" in
+            "--completion --completion") words="{" ".join(SHELLS)}" ;;
+{newline.join(choices)}
+        esac
+        if [ -z "$words" ]; then
+            case "$command:$current" in
+{newline.join(spelt)}
+            esac
+        fi
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _loopscope loopscope
+"""
+
+
+def _zsh() -> str:
+    """zsh reads bash's script through its own bashcompinit."""
+    head = ["# zsh completion of loopscope", "autoload -U +X compinit && compinit"]
+    return "\n".join([*head, "autoload -U +X bashcompinit && bashcompinit", _bash()])
+
+
+def _fish() -> str:
+    first, seconds = _words()
+    found: list[tuple[str, str]] = [("__fish_use_subcommand", f"-f -a {shlex.quote(' '.join(first))}")]
+    found += [("__fish_use_subcommand", f"-l {name.removeprefix('--')}") for name in TOP[:2]]
+    found.append(("__fish_use_subcommand", f"-l completion -x -a {shlex.quote(' '.join(SHELLS))}"))
+    for name, others in seconds.items():
+        unless = f"__fish_seen_subcommand_from {name}; and not __fish_seen_subcommand_from {' '.join(others)}"
+        found.append((unless, f"-a {shlex.quote(' '.join(others))}"))
+    for name, flags in _named_flags():
+        where = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
+        if name in seconds:
+            where += f"; and not __fish_seen_subcommand_from {' '.join(seconds[name])}"
+        for flag in flags:
+            values = f" -x -a {shlex.quote(' '.join(flag.choices))}" if flag.choices else " -r" if flag.values else ""
+            about = shlex.quote(flag.doc.split(". ")[0].rstrip("."))
+            for spelling in flag.names:
+                kind = "-l" if spelling.startswith("--") else "-s"
+                found.append((where, f"{kind} {spelling.lstrip('-')}{values} -d {about}"))
+    lines = (f"complete -c loopscope -n {shlex.quote(where)} {rest}" for where, rest in found)
+    return "\n".join(["# fish completion of loopscope", *lines, ""])
+
+
+SHELLS = {"bash": _bash, "zsh": _zsh, "fish": _fish}

@@ -14,7 +14,7 @@ from loopscope.cli.terminal import print_json, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
 from loopscope.files import read_text
-from loopscope.options import GenerateOptions
+from loopscope.options import GenerateOptions, Target
 from loopscope.words import check_policy, check_tokenizer, check_word
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ class Generate(
 ):
     """Flags of `loopscope generate`."""
 
-    target: Positional[str]
-    """Run folder, checkpoint, Hugging Face folder, hf:ORG/NAME, preset:NAME, design:NAME, configuration
-    file, or package.module:factory."""
+    target: Target
     prompt: Positional[tuple[str, ...]] = ()
     """What the text begins with; several make a batch."""
     prompts_file: str | None = None

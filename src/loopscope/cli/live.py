@@ -18,7 +18,6 @@ from loopscope.show.table import Column, Table, columns
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from loopscope.rows.backends import Backend
     from loopscope.rows.ledger import Ledger, RowStatus
     from loopscope.rows.schedule import Event, Overview
     from loopscope.rows.spec import Layout
@@ -127,12 +126,30 @@ def _each(values: list[float | None], form: str) -> str:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def run_rows(lay_out: Callable[[], Layout], make_backend: Callable[[], Backend], retries: int) -> list[RowStatus]:
+def run_rows(
+    lay_out: Callable[[], Layout],
+    *,
+    retries: int,
+    on: str = "here",
+    rows_at_once: int | None = None,
+    threads: int = 1,
+    gpus: int = 0,
+    processes: int = 1,
+) -> list[RowStatus]:
     """Run what is not finished. Ctrl-C and SIGTERM let the running rows save and leave as KeyboardInterrupt."""
+    from loopscope.rows.backends import make_backend
     from loopscope.rows.ledger import Ledger
     from loopscope.rows.schedule import Schedule
 
-    with interruptible(rows_saved()), _terminated_like_ctrl_c(), closing(make_backend()) as backend:
+    with (
+        interruptible(rows_saved()),
+        _terminated_like_ctrl_c(),
+        closing(
+            make_backend(
+                on, rows_at_once=rows_at_once, threads=threads, gpus=gpus, retries=retries, processes=processes
+            )
+        ) as backend,
+    ):
         layout = lay_out()
         ledger, rows = Ledger(layout.out), layout.rows
         count = f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {layout.each}"

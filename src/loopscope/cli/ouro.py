@@ -15,13 +15,12 @@ from loopscope.cli.terminal import interruptible, print_json, print_tables, prin
 from loopscope.cli.verb import Verb
 from loopscope.data.files import check_sources
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError
-from loopscope.options import Depths
+from loopscope.options import AsJson, Depths, Length, Questions, Retries, TaskFolder, Tokenizer
 from loopscope.results.record import as_json
 from loopscope.rows.conditions import OuroTrainingOptions
 from loopscope.words import check_word
 
 if TYPE_CHECKING:
-    from loopscope.rows.backends import Backend
     from loopscope.rows.spec import Layout, RowSpec
     from loopscope.show.table import Table
 
@@ -41,26 +40,21 @@ class ReproduceOuro(
     """Numbers of loops K to run and read out, as 1..8 or 1,2,4."""
     data: tuple[str, ...] | None = None
     """Text to measure on; by default the target's own, or the built-in one."""
-    tokenizer: str | None = None
-    """bytes or a tokenizer.json, for a target that brings no tokenizer."""
-    length: int | None = None
-    """Tokens of a sequence; by default as in training, and 256 for models that do not say."""
+    tokenizer: Tokenizer = None
+    length: Length = None
     max_tokens: int | None = 65_536
     """Tokens that perplexity is measured on."""
     sweep_tokens: int = 2048
     """Tokens that the α-sweep, gradients, norms and the exit gate are measured on."""
     tasks: str | None = None
     """Downstream tasks of lm-evaluation-harness to score at every depth, as lambada_openai,piqa (the eval extra)."""
-    task_folder: str | None = None
-    """A folder with YAML files of further tasks; Python that they name is run by the harness."""
-    limit: int | None = None
-    """Questions of each task; all by default."""
+    task_folder: TaskFolder = None
+    limit: Questions = None
     batch: int = 8
     """Sequences at a time."""
     out: Path | None = None
     """Output folder; by default runs/ouro-NAME."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: AsJson = False
 
     help: ClassVar[str] = """The paper's checks of Ouro 1.4B on one model: Figures 5 and 7 and their tables.
 
@@ -127,10 +121,8 @@ class ReproduceOuroTrain(OuroTrainingOptions, Verb, command="reproduce ouro-trai
     """Rows that run side by side; by default as many as there are cores for."""
     gpus_per_row: int = 0
     """GPUs of a row of one process: 0 or 1."""
-    retries: int = 2
-    """Further attempts at a row whose process crashed."""
-    json: bool = False
-    """Print the result as JSON."""
+    retries: Retries = 2
+    json: AsJson = False
 
     help: ClassVar[
         str
@@ -165,7 +157,14 @@ examples:
             specs.update({row.name: row for row in layout.rows})
             return layout
 
-        rows = run_rows(lay_out, self._backend, self.retries)
+        rows = run_rows(
+            lay_out,
+            retries=self.retries,
+            rows_at_once=self.rows_at_once,
+            threads=self.threads,
+            gpus=self.gpus_per_row,
+            processes=self.processes_per_row,
+        )
         finished = [row.spec for row in rows if row.state == "finished"]
         from loopscope.studies.ouro import check_ouro
 
@@ -185,18 +184,6 @@ examples:
             print_tables(table)
             print_words(f"ouro-train.json, tables and Figure 6 in {out}; every row has an ouro.json")
         return EXIT_OK if not failed and all(each.verdict == "holds" for each in trained) else EXIT_FINDINGS
-
-    def _backend(self) -> Backend:
-        from loopscope.rows.backends import make_backend
-
-        return make_backend(
-            "here",
-            rows_at_once=self.rows_at_once,
-            threads=self.threads,
-            gpus=self.gpus_per_row,
-            retries=self.retries,
-            processes=self.processes_per_row,
-        )
 
 
 def _brief(table: Table) -> Table:

@@ -10,10 +10,10 @@ import msgspec
 
 from loopscope.cli.terminal import duration, print_json, print_tables, print_text, print_words
 from loopscope.cli.verb import Configured
-from loopscope.config import Config, ModelConfig, config_to_dict, config_to_yaml
+from loopscope.config import Config, config_to_dict, config_to_yaml
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_OK
-from loopscope.options import PlanOptions
+from loopscope.options import AsJson, PlanOptions
 from loopscope.presets import PRESETS
 from loopscope.show.table import Column, Table
 
@@ -31,8 +31,7 @@ class Plan(
 ):
     """Flags of `loopscope plan`."""
 
-    json: bool = False
-    """Print the result as JSON."""
+    json: AsJson = False
     yaml: bool = False
     """Print the resolved configuration as YAML, ready for --config."""
 
@@ -75,26 +74,18 @@ examples:
 
 
 def _loops(config: Config) -> list[dict[str, Any]]:
+    """Whether each loop is supervised, and what its readout hides: unknown behind a coda, and of a mean over loops."""
+    from loopscope.model.readouts import make_readout
     from loopscope.objectives.placement import supervised_loops
 
-    supervised = supervised_loops(config.objective, config.model.num_loops)
+    model = config.design("a plan")
+    is_unknown = model.coda_layers or model.recurrence == "pondering"
+    readout = None if is_unknown else make_readout(model)  # small enough to be real
+    supervised = supervised_loops(config.objective, model.num_loops)
     return [
-        {"k": k, "supervised": k in supervised, "hides": None if hides is None else sorted(hides)}
-        for k, hides in enumerate(_hides_per_loop(config.design("a plan")), start=1)
+        {"k": k, "supervised": k in supervised, "hides": None if readout is None else sorted(readout.hides(k))}
+        for k in range(1, model.num_loops + 1)
     ]
-
-
-def _hides_per_loop(config: ModelConfig) -> list[frozenset[str] | None]:
-    """What the readout of each loop hides in a fresh model (unknown behind a coda, and of a mean over loops).
-
-    It is small enough to be real.
-    """
-    if config.coda_layers or config.recurrence == "pondering":
-        return [None] * config.num_loops
-    from loopscope.model.readouts import make_readout
-
-    readout = make_readout(config)
-    return [readout.hides(k) for k in range(1, config.num_loops + 1)]
 
 
 def _parameter_table(parameters: dict[str, int], active: int) -> Table:

@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from loopscope.checks import check_at_least
+from loopscope.checks import check_at_least, check_seed
 from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.cli.verb import Verb
-from loopscope.errors import EXIT_FINDINGS, EXIT_OK, ConfigError, UnsupportedError
+from loopscope.errors import EXIT_FINDINGS, EXIT_OK, UnsupportedError
+from loopscope.options import AsJson
 from loopscope.show.table import Column, Table, columns
 
 if TYPE_CHECKING:
     from loopscope.results.evaluation import Depth
     from loopscope.results.measures import Run
-    from loopscope.rows.backends import Backend
     from loopscope.studies.results import Results
-
-RETRIES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +37,7 @@ class Quickstart(
     """Seed of weights, batches and dropout; the same seed gives the same numbers on the same kind of processor."""
     out: Path = Path("runs/quickstart")
     """Output folder, as `loopscope reproduce` makes it; the page is report.html in it."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: AsJson = False
 
     help: ClassVar[str] = """Train the paper's 2×2 small, audit it, and write a page about it, in a few minutes.
 
@@ -55,21 +52,16 @@ examples:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "steps")
-        if not 0 <= self.seed < 2**31:
-            raise ConfigError.of("seed", self.seed, "must be between 0 and 2³¹ − 1")
+        check_seed(self)
 
     def run(self) -> int:
         """Train, evaluate and audit the four rows, then say what they show."""
-        from loopscope.rows.backends import make_backend
         from loopscope.rows.grid import laid_out
         from loopscope.studies.quickstart import corners, make_request
         from loopscope.studies.results import read_results
 
-        def backend() -> Backend:
-            return make_backend("here", rows_at_once=None, threads=1, gpus=0, retries=RETRIES)
-
         request, command = make_request(self.seed, self.steps), ["loopscope", *sys.argv[1:]]
-        rows = run_rows(lambda: laid_out(request, self.out, command, say), backend, RETRIES)
+        rows = run_rows(lambda: laid_out(request, self.out, command, say), retries=1)
         results = read_results(self.out)
         page = self._write_page()
         self._print(results, corners(results, self.seed), page)

@@ -12,6 +12,7 @@ from tyro.conf import Positional
 from loopscope.cli.terminal import print_json, print_text, print_words
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
+from loopscope.options import AsJson
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,7 @@ class Report(
     """The page to write."""
     title: str | None = None
     """Title of the page; by default what it is about."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: AsJson = False
 
     help: ClassVar[str] = """Write one self-contained page about runs: verdict, charts, audits, claims, configurations.
 

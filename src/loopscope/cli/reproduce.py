@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -14,11 +14,11 @@ from loopscope.cli.live import run_rows
 from loopscope.cli.terminal import print_json, print_tables, print_words, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_FINDINGS, EXIT_OK, RunError
+from loopscope.options import AsJson, On, Retries, RowsAtOnce
 from loopscope.rows.conditions import CONDITIONS, GROUPS, Recipe, Size, choose_seeds, parse_conditions
 
 if TYPE_CHECKING:
     from loopscope.results.reproduction import ClaimsRecord, Judgement
-    from loopscope.rows.backends import Backend
     from loopscope.rows.grid import Request
     from loopscope.rows.ledger import RowStatus
     from loopscope.studies.results import Results
@@ -58,20 +58,16 @@ class Reproduce(
 
     out: Path | None = None
     """Output folder; by default runs/reproduce-SIZE."""
-    on: str = "here"
-    """Where rows run: here, ray (a cluster of this machine) or ray:ADDRESS."""
-    rows_at_once: int | None = None
-    """Rows that run side by side; by default as many as there are cores for, and on Ray as it has room."""
+    on: On = "here"
+    rows_at_once: RowsAtOnce = None
     threads: int = 1
     """CPU threads of a row."""
     gpus_per_row: int = 0
     """GPUs of a row: 0 or 1."""
-    retries: int = 2
-    """Further attempts at a row whose process crashed."""
+    retries: Retries = 2
     rebuild: bool = False
     """Run nothing; only make claims, tables and figures from the rows that are there."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: AsJson = False
 
     help: ClassVar[str] = f"""Train the paper's grid, audit it, and settle each claim of arXiv 2606.24898 at this size.
 
@@ -106,22 +102,18 @@ Figures 5 to 7 have commands of their own:
         rows: list[RowStatus] = []
         if not self.rebuild:
             command = ["loopscope", *sys.argv[1:]]
-            rows = run_rows(lambda: laid_out(self._request(), out, command, say), self._backend, self.retries)
+            rows = run_rows(
+                lambda: laid_out(self._request(), out, command, say),
+                retries=self.retries,
+                on=self.on,
+                rows_at_once=self.rows_at_once,
+                threads=self.threads,
+                gpus=self.gpus_per_row,
+            )
         results, claims = publish(out, say)
         if not results.rows and not results.failures:
             raise RunError(f"{out} has no finished row yet; run the command of this grid again, without --rebuild")
         return self._report(out, rows, results, claims)
-
-    def _backend(self) -> Backend:
-        from loopscope.rows.backends import make_backend
-
-        return make_backend(
-            self.on,
-            rows_at_once=self.rows_at_once,
-            threads=self.threads,
-            gpus=self.gpus_per_row,
-            retries=self.retries,
-        )
 
     def _request(self) -> Request:
         from loopscope.rows.grid import Request
@@ -151,7 +143,16 @@ Figures 5 to 7 have commands of their own:
             print_json(
                 out=str(out),
                 size=claims.size,
-                rows=[_row_json(row) for row in rows],
+                rows=[
+                    {
+                        "name": row.spec.name,
+                        "state": row.state,
+                        "seconds": row.seconds,
+                        "attempts": row.attempts,
+                        "error": row.error,
+                    }
+                    for row in rows
+                ],
                 claims=msgspec.to_builtins(claims.claims),
                 failures=failures,
             )
@@ -162,16 +163,6 @@ Figures 5 to 7 have commands of their own:
                 print_tables(made.without("rule"), lines=True)
         print_words(_in_words(out, results, failing))
         return exit_code
-
-
-def _row_json(row: RowStatus) -> dict[str, Any]:
-    return {
-        "name": row.spec.name,
-        "state": row.state,
-        "seconds": row.seconds,
-        "attempts": row.attempts,
-        "error": row.error,
-    }
 
 
 def _in_words(out: Path, results: Results, failing: list[Judgement]) -> str:

@@ -13,7 +13,7 @@ from tyro.conf import Positional
 from loopscope.cli.terminal import print_json, print_tables, print_text, print_words, say
 from loopscope.cli.verb import Verb
 from loopscope.errors import EXIT_OK, ConfigError
-from loopscope.options import ScalingOptions
+from loopscope.options import AsJson, ScalingOptions
 from loopscope.show.numbers import span
 from loopscope.show.table import Column, Table, columns
 
@@ -35,8 +35,7 @@ class Scaling(
     """Run folders, or folders of them: several sizes, numbers of loops and token budgets."""
     out: Annotated[Path, tyro.conf.arg(aliases=("-o",))] = Path("scaling")
     """Folder for scaling.json and the figure."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: AsJson = False
 
     help: ClassVar[str] = """Fit what a loop is worth: L = E + A·(N_once + r^φ·N_rec)^−α + B·D^−β, φ with its interval.
 

@@ -16,6 +16,7 @@ from loopscope.config import Config, ModelConfig
 from loopscope.data.files import check_sources
 from loopscope.designs import DESIGNS
 from loopscope.errors import EXIT_FINDINGS, EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from loopscope.options import AsJson
 from loopscope.presets import PRESETS, preset
 from loopscope.words import check_tokenizer, check_word
 
@@ -46,8 +47,7 @@ class Train(
     """Start from the weights of any target; what cannot be carried over is listed."""
     allow_new_data: bool = False
     """Resume although the text has changed; the manifest keeps the hash of what came before."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: AsJson = False
 
     help: ClassVar[str] = f"""Train a looped model. Ctrl-C and SIGTERM save and exit; the same command resumes.
 
