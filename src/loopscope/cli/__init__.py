@@ -18,7 +18,7 @@ from typing import Any
 import tyro
 
 from loopscope.checks import check_whole_numbers
-from loopscope.cli.flags import SHELLS, check_known, entry, help_text, sections_of
+from loopscope.cli.flags import SHELLS, TOP_FLAGS, check_known, entry, help_text, sections_of
 from loopscope.cli.terminal import print_text, say
 from loopscope.cli.verb import COMMANDS, Verb
 from loopscope.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError, LoopscopeError, suggest
@@ -96,7 +96,7 @@ def parse(argv: Sequence[str]) -> Verb:
         return Shown(SHELLS[shell]())
     if name not in VERBS:
         kind = "flag" if name.startswith("-") else "command"
-        known = ("--help", "--version", "--completion") if kind == "flag" else VERBS
+        known = TOP_FLAGS if kind == "flag" else VERBS
         raise ConfigError(f"unknown {kind} {name!r}; {suggest(name, known)}; see loopscope --help")
     seconds = [command.split()[1] for command in COMMANDS if command.startswith(f"{name} ")]
     if seconds and arguments and not arguments[0].startswith("-"):

@@ -86,10 +86,8 @@ examples:
 
         with progress(self.target) as advance:
             result = evaluate(open_target(self.target, dtype=self.dtype), self, say=say, progress=advance)
-        if (
-            result.opened.run is not None and self.dtype is None
-        ):  # what was measured is printed whether or not it can be kept
-            try:
+        if result.opened.run is not None and self.dtype is None:
+            try:  # what was measured is printed whether or not it can be kept
                 say(f"scores are in {result.keep()}")
             except (RunError, OSError) as error:
                 why = error.strerror if isinstance(error, OSError) else error

@@ -226,7 +226,7 @@ def _shown(value: object) -> str:
 # A script has every command, flag and choice in it: no Python runs at a TAB. Where nothing of ours fits, the shell
 # completes names of files.
 
-TOP = ("--help", "--version", "--completion")
+TOP_FLAGS = ("--help", "--version", "--completion")
 
 
 def _named_flags() -> list[tuple[str, list[Flag]]]:
@@ -269,7 +269,7 @@ _loopscope() {{
         case "$command ${{COMP_WORDS[2]}}" in {pairs}) command="$command ${{COMP_WORDS[2]}}" ;; esac
     fi
     if [ "$COMP_CWORD" -eq 1 ]; then
-        words="{" ".join([*first, *TOP])}"
+        words="{" ".join([*first, *TOP_FLAGS])}"
     else
         case "$command $previous" in
             "--completion --completion") words="{" ".join(SHELLS)}" ;;
@@ -296,7 +296,7 @@ def _zsh() -> str:
 def _fish() -> str:
     first, seconds = _words()
     found: list[tuple[str, str]] = [("__fish_use_subcommand", f"-f -a {shlex.quote(' '.join(first))}")]
-    found += [("__fish_use_subcommand", f"-l {name.removeprefix('--')}") for name in TOP[:2]]
+    found += [("__fish_use_subcommand", f"-l {name.removeprefix('--')}") for name in TOP_FLAGS[:2]]
     found.append(("__fish_use_subcommand", f"-l completion -x -a {shlex.quote(' '.join(SHELLS))}"))
     for name, others in seconds.items():
         unless = f"__fish_seen_subcommand_from {name}; and not __fish_seen_subcommand_from {' '.join(others)}"
