@@ -181,14 +181,18 @@ def _terminated_like_ctrl_c() -> Iterator[None]:
 def _shown(total: int, ledger: Ledger) -> Iterator[tuple[Callable[[Event], None], Callable[[Overview], None]]]:
     """What to do with events and with views of the whole."""
     if not sys.stderr.isatty():
-        latest: list[Overview] = []
+        latest: Overview | None = None
 
         def line(event: Event) -> None:
-            for text in [_event_line(event, latest[-1] if latest else None, total), *_quoted_log(ledger, event)]:
+            still = ""
+            if event.what == "finished" and latest is not None:
+                still = f" ({latest.finished} of {total} rows, {_left(latest)})"
+            for text in [f"{event.row.name} {event.what}: {event.message}{still}", *_quoted_log(ledger, event)]:
                 say(text)
 
         def remember(overview: Overview) -> None:
-            latest[:] = [overview]
+            nonlocal latest
+            latest = overview
 
         yield line, remember
         return
@@ -204,13 +208,6 @@ def _shown(total: int, ledger: Ledger) -> Iterator[tuple[Callable[[Event], None]
                     console.print(text, markup=False)
 
         yield news, lambda overview: live.update(_live_table(overview).terminal())
-
-
-def _event_line(event: Event, overview: Overview | None, total: int) -> str:
-    text = f"{event.row.name} {event.what}: {event.message}"
-    if event.what != "finished" or overview is None:
-        return text
-    return f"{text} ({overview.finished} of {total} rows, {_left(overview)})"
 
 
 def _quoted_log(ledger: Ledger, event: Event) -> list[str]:
