@@ -55,7 +55,8 @@ class Flag:
         """What may stand behind it, where that is known."""
         if self.values.startswith("{") and self.values.endswith("}"):
             return self.values[1:-1].split(",")
-        return tuple({"preset": PRESETS, "design": DESIGNS}.get(self.field, ()))
+        named: dict[str, Sequence[str]] = {"preset": [*PRESETS], "design": [*DESIGNS]}
+        return named.get(self.field, ())
 
 
 @dataclass(frozen=True)
