@@ -29,7 +29,6 @@ import torch
 
 import loopscope as ls
 from loopscope.api.calibration import policy_of
-from loopscope.api.text import tokens_for
 from loopscope.data.stream import answer_batches, evaluation_batches
 from loopscope.data.task import TaskText
 from loopscope.inference.decoding import CachedRunner, Runner
@@ -38,7 +37,7 @@ from loopscope.inference.rules import Fixed, Look, Probe
 from loopscope.machine import cache_folder
 from loopscope.protocol import Cached
 from loopscope.results.halting import Calibration, Certificate
-from loopscope.targets import Opened, open_target
+from loopscope.targets import Opened, open_target, tokens_for
 from side_by_side import machine, measure
 from trained import trained
 

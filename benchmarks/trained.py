@@ -15,10 +15,9 @@ from dataclasses import replace
 import torch
 
 import loopscope as ls
-from loopscope.api.text import tokens_for
 from loopscope.data.packing import PackedTokens
 from loopscope.machine import cache_folder
-from loopscope.targets import Opened, open_target
+from loopscope.targets import Opened, open_target, tokens_for
 
 STEPS = {"nano": 400, "micro": 60}
 LR = {"nano": 4e-3, "micro": 2e-3}

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the one list of public names: type checkers and editors read it as it stands, `_homes` when running
     from loopscope.api.audits import audit as audit
+    from loopscope.api.audits import check as check
     from loopscope.api.audits import push as push
     from loopscope.api.calibration import calibrate as calibrate
-    from loopscope.api.checks import check as check
     from loopscope.api.conversion import Converted as Converted
     from loopscope.api.conversion import convert as convert
     from loopscope.api.downstream import evaluate_tasks as evaluate_tasks

@@ -71,3 +71,17 @@ def suggest(word: str, allowed: Iterable[str]) -> str:
     ]  # a word cut short is likelier than a wrong letter
     close = whole or difflib.get_close_matches(word, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(names)}"
+
+
+def in_a_line(error: BaseException) -> str:
+    """Kind and first line of somebody else's error; even its text may fail."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        lines = []
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def words_of(error: BaseException) -> str:
+    """All that somebody else's error says, without line breaks; its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,19 +31,23 @@ from torch import Tensor, nn
 from loopscope.adapters.foreign import DTYPES, OWN_DTYPE
 from loopscope.adapters.hf import download, is_hf_folder, open_folder
 from loopscope.config import Config, DataConfig, ObjectiveConfig, TargetConfig, load_config
-from loopscope.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
+from loopscope.data.corpora import Corpus, Split, open_corpus
+from loopscope.data.packing import SplitTokens
+from loopscope.data.preparation import evaluation_corpus, pack_split
+from loopscope.data.tokenizers import TOKENIZER_FILE, Tokenizer, fit_tokenizer, load_tokenizer, read_tokenizer
 from loopscope.designs import DESIGN_SIZE, design
-from loopscope.errors import ConfigError, DataError, LoopscopeError, ProtocolError
+from loopscope.errors import ConfigError, DataError, LoopscopeError, ProtocolError, in_a_line
 from loopscope.model.looped_lm import build
 from loopscope.presets import preset
 from loopscope.protocol import LoopedModel, missing_methods
 from loopscope.runs import RunFolder
 from loopscope.training import checkpoint
-from loopscope.training.session import checkpoint_path, run_of
+from loopscope.training.session import checkpoint_path, read_data_record, run_of
 from loopscope.words import WORDS, Retrofit, check_word, split_word
 
 Batch = Tensor | tuple[Tensor, Tensor]
 """Ids (B, T), or ids with their targets."""
+Say = Callable[[str], None]
 
 UNTRAINED = "untrained"
 USUAL_LENGTH = 256
@@ -241,7 +245,7 @@ def _imported(word: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever their module does when it is imported, also to end the process
-        raise ConfigError(f"cannot import {module_name!r}: {_in_a_line(error)}") from error
+        raise ConfigError(f"cannot import {module_name!r}: {in_a_line(error)}") from error
     finally:
         sys.path.pop(0)
     if (package := module_name.partition(".")[0]) != "loopscope":  # our own faults stay ours
@@ -260,7 +264,7 @@ def their_failure(error: BaseException) -> str | None:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] in _NAMED_PACKAGES:
             where = f"{frame.f_code.co_filename}:{line}"
-    return None if where is None else f"the model failed at {where}: {_in_a_line(error)}"
+    return None if where is None else f"the model failed at {where}: {in_a_line(error)}"
 
 
 _NAMED_PACKAGES: set[str] = set()
@@ -285,16 +289,7 @@ def _told_as_theirs(what: str, action: Callable[[], Any]) -> Any:
             frame = frame.tb_next
         is_theirs = frame is not None and frame.tb_frame.f_code.co_filename != __file__
         where = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame is not None and is_theirs else ""
-        raise ConfigError(f"{what}{where}: {_in_a_line(error)}") from error
-
-
-def _in_a_line(error: BaseException) -> str:
-    """Kind and first line of an error of theirs; even its text may fail."""
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:
-        lines = []
-    return ": ".join([type(error).__name__, *lines[:1]])
+        raise ConfigError(f"{what}{where}: {in_a_line(error)}") from error
 
 
 def _count_logits(model: LoopedModel) -> int:
@@ -316,6 +311,67 @@ def _module(opened: Opened) -> nn.Module:
 def load(path: Path | str) -> LoopedModel:
     """The model of a run folder (its newest checkpoint) or of one checkpoint folder, in evaluation mode."""
     return of_run(Path(path)).model
+
+
+def bring(model: object, device: str | None) -> None:
+    """Move a model's weights to the device that is asked for."""
+    if not isinstance(model, nn.Module) or device is None:
+        return
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch's own words: no such device, or no build for it
+        raise ConfigError.of("device", device, str(error).splitlines()[0]) from None
+
+
+# --- its text --------------------------------------------------------------------------------------------------------
+
+
+def with_tokenizer(opened: Opened, tokenizer: str | None) -> Opened:
+    """The target with a tokenizer of the user's choice, for one that brings none; `bytes`, or a tokenizer.json."""
+    if tokenizer is None:
+        return opened
+    if opened.tokenizer is not None:
+        raise ConfigError.of("tokenizer", tokenizer, f"{opened.name} has a tokenizer of its own")
+    if tokenizer in ("bpe", "word"):
+        raise ConfigError.of("tokenizer", tokenizer, "would have to be trained; name bytes, or a tokenizer.json")
+    return replace(opened, tokenizer=fit_tokenizer(tokenizer, (), opened.vocab_size))
+
+
+def tokens_for(opened: Opened, data: Sequence[str] | None, say: Say, split: Split = "valid") -> SplitTokens:
+    """The text of `data`, all of it, or a split of the target's own text, in the target's tokens."""
+    if opened.tokenizer is None:
+        raise ConfigError(
+            f"{opened.name} has no tokenizer.json or other tokenizer to read text (--data) with; name one with "
+            "--tokenizer, or return loopscope.Opened with one from the factory"
+        )
+    tokens = pack_split(corpus_for(opened, data), "valid" if data is not None else split, opened.tokenizer, say)
+    if data is None and (before := other_text_of(opened, tokens)) is not None:
+        say(
+            f"{opened.name} was trained on text of SHA-256 {before}, and its sources (training and validation) now "
+            f"have {tokens.corpus_sha256}: what follows is about what they hold now"
+        )
+    return tokens
+
+
+def corpus_for(opened: Opened, data: Sequence[str] | None) -> Corpus:
+    """The corpus behind `tokens_for`; its validation split is the text."""
+    if data is not None:
+        return evaluation_corpus(tuple(data), opened.data.text_field)
+    try:
+        return open_corpus(opened.data)
+    except DataError as error:
+        raise DataError(
+            f"{opened.name} has a text of its own, which cannot be opened (--data names another): {error}"
+        ) from error
+
+
+def other_text_of(opened: Opened, tokens: SplitTokens) -> str | None:
+    """The hash of the text a run was trained on, where its sources now hold another; None where they do not."""
+    if opened.run is None or opened.config is None or opened.data != opened.run.config().data:
+        return None
+    record = read_data_record(opened.run.path)
+    before = "" if record is None else record.corpus_sha256
+    return before if before and before != tokens.corpus_sha256 else None
 
 
 open = open_target

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from loopscope.adapters.hf import open_folder, save_folder
 from loopscope.errors import LoopscopeError
-from loopscope.inference.conformance import check_looped
+from loopscope.inference.conformance import check_all
+from loopscope.inference.subjects import LoopedSubject
 from loopscope.protocol import run_loops
 from loopscope.targets import open_target
 from loopscope.words import Retrofit, check_word, split_word
@@ -76,7 +77,7 @@ def test_the_adapter_reads_state_and_input_from_the_start(llama):
 @pytest.mark.parametrize("word", ["loop-layers=1..3,num-loops=3", "loop-layers=0..5,num-loops=2,adapter"])
 def test_it_decodes_as_it_is_run_at_once(llama, word):
     opened = open_target(f"{llama},{word}")
-    assert not check_looped(opened.model, opened.vocab_size, opened.max_length).findings
+    assert not check_all(LoopedSubject(opened.model, opened.vocab_size, opened.max_length)).findings
 
 
 def test_without_adapter_it_is_written_back_as_the_ordinary_model_with_the_same_bits(llama, tmp_path):

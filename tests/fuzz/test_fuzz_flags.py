@@ -80,7 +80,6 @@ def place(tmp_path_factory) -> Iterator[Path]:
         "remedies",
         "audits",
         "calibration",
-        "checks",
         "generation",
         "training",
         "evaluation",
@@ -101,7 +100,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
         patch.setattr("loopscope.training.trainer.Trainer.train", reached)
         patch.setattr("loopscope.api.audits.audit", reached)
         patch.setattr("loopscope.api.remedies.remedy", reached)
-        patch.setattr("loopscope.api.checks.check", reached)
+        patch.setattr("loopscope.api.audits.check", reached)
         patch.setattr("loopscope.api.calibration.calibrate", reached)
         patch.setattr("loopscope.api.conversion.folder_written_whole", reached)
         patch.setattr("loopscope.api.downstream.evaluate_tasks", reached)

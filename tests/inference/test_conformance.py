@@ -15,8 +15,8 @@ import loopscope as ls
 from loopscope.cli import main
 from loopscope.errors import ConfigError, ProtocolError
 from loopscope.inference.comparison import Computed, Stage, Tolerance, compare
-from loopscope.inference.conformance import CHECKS, carry_out, check_looped, check_text_model, claims
-from loopscope.inference.subjects import LoopedSubject
+from loopscope.inference.conformance import CHECKS, carry_out, check_all, claims
+from loopscope.inference.subjects import LoopedSubject, WholeSubject
 from loopscope.model.looped_lm import build
 from loopscope.results.check import CheckFinding
 
@@ -150,13 +150,17 @@ def test_a_planted_fault_is_found_by_its_check_with_loop_layer_and_position(faul
 
 def test_the_first_check_that_finds_a_fault_is_the_one_that_names_it():
     for fault in FAULTS[::8]:
-        found = [name for name, status in statuses(check_looped(fault.build(), 37, 24)).items() if status == "found"]
+        found = [
+            name
+            for name, status in statuses(check_all(LoopedSubject(fault.build(), 37, 24))).items()
+            if status == "found"
+        ]
         assert found[0] == fault.check
 
 
 def test_nothing_is_said_of_the_rest_when_two_runs_do_not_agree():
     (fault,) = [fault for fault in FAULTS if fault.check == "two-runs"]
-    result = check_looped(fault.build(), CONFIG.vocab_size, CONFIG.max_length)
+    result = check_all(LoopedSubject(fault.build(), CONFIG.vocab_size, CONFIG.max_length))
     assert statuses(result) == dict.fromkeys(NAMES, "not applicable") | {"two-runs": "found"}
     assert "two runs of the same text differ" in result.check("cached").reason
 
@@ -168,7 +172,7 @@ def test_a_way_that_a_model_cannot_go_is_a_finding_with_the_place_of_the_error()
                 raise RuntimeError("one position for all rows")
             return super().embed(ids_BT, cache)
 
-    result = check_looped(NoRagged(CONFIG).eval(), CONFIG.vocab_size, CONFIG.max_length)
+    result = check_all(LoopedSubject(NoRagged(CONFIG).eval(), CONFIG.vocab_size, CONFIG.max_length))
     assert [name for name, status in statuses(result).items() if status == "found"] == ["ragged"]
     assert "test_conformance.py" in result.findings[0].text
     assert result.findings[0].raised == "RuntimeError: one position for all rows"
@@ -192,7 +196,7 @@ def test_a_depth_limit_is_noted_and_checks_stop_there():
                 raise IndexError("no fourth loop")
             return super().loop(state, k, cache)
 
-    result = check_looped(AtMostThree(CONFIG).eval(), CONFIG.vocab_size, CONFIG.max_length)
+    result = check_all(LoopedSubject(AtMostThree(CONFIG).eval(), CONFIG.vocab_size, CONFIG.max_length))
     assert result.deepest == 3 and result.findings == []
     assert "beyond the trained 3 are refused (IndexError: no fourth loop)" in result.notes[0]
 
@@ -287,7 +291,7 @@ def test_a_model_that_makes_roundings_grow_conforms_in_float32():
     model = ls.adapt(
         embed=table, loop=lambda h, k: torch.sin(h @ core), readout=lambda h, k: h @ table.weight.T, num_loops=3
     )
-    result = check_looped(model, 50)
+    result = check_all(LoopedSubject(model, 50))
     assert result.findings == [] and result.tolerance > 4 * Tolerance.of(torch.float32, 5, 0.0).value
 
 
@@ -342,7 +346,7 @@ def test_a_context_is_not_asked_of_a_model_of_transformers(hrm):
 
 def test_a_context_too_short_for_ragged_rows_is_refused():
     with pytest.raises(ConfigError, match="too short to be checked"):
-        check_looped(build(replace(CONFIG, max_length=4), seed=0).eval(), CONFIG.vocab_size, 4)
+        check_all(LoopedSubject(build(replace(CONFIG, max_length=4), seed=0).eval(), CONFIG.vocab_size, 4))
 
 
 def test_a_model_that_cannot_run_a_text_at_all_is_the_users_mistake():
@@ -351,7 +355,7 @@ def test_a_model_that_cannot_run_a_text_at_all_is_the_users_mistake():
 
     model = ls.adapt(embed=torch.nn.Embedding(9, 4), loop=broken, readout=lambda h, k: h, num_loops=2)
     with pytest.raises(ProtocolError, match="no loops today"):
-        check_looped(model, 9)
+        check_all(LoopedSubject(model, 9))
 
 
 def test_an_unknown_device_is_named(capsys):
@@ -379,6 +383,6 @@ def test_a_model_that_is_run_through_the_function_of_black_boxes_needs_only_logi
         def new_memory(self):
             return None
 
-    result = check_text_model(OnlyLogits())
+    result = check_all(WholeSubject(OnlyLogits()))
     applied = [name for name, status in statuses(result).items() if status != "not applicable"]
     assert applied == ["two-runs", "causal", "neighbours"] and result.findings == []

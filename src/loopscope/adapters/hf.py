@@ -19,7 +19,7 @@ from loopscope.adapters import hrm_text, huginn, native, ouro, paper, parcae, re
 from loopscope.adapters.foreign import CONFIG_FILE, INDEX_FILE, Fields, Foreign, Weights, fill, read_json, tensors_of
 from loopscope.data.files import needed
 from loopscope.data.tokenizers import COMPANIONS, TOKENIZER_FILE
-from loopscope.errors import ConfigError, RunError, UnsupportedError
+from loopscope.errors import ConfigError, RunError, UnsupportedError, words_of
 from loopscope.words import LOOPED, Retrofit, split_word
 
 # A further model type is one module with `described` and one line here.
@@ -117,5 +117,4 @@ def download(word: str) -> Path:
     try:
         return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(FETCHED)))
     except Exception as error:  # not found, gated, no network, a malformed name: the library's own words say which
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise RunError(f"{word} cannot be fetched: {reason}") from error
+        raise RunError(f"{word} cannot be fetched: {words_of(error)}") from error

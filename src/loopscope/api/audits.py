@@ -1,17 +1,18 @@
-"""`loopscope.audit` and `loopscope.push`: of anything that names or is a looped model, on the text that fits it."""
+"""`loopscope.audit`, `loopscope.push` and `loopscope.check`: of anything that names or is a looped model."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from loopscope.api.text import Say, tokens_for, with_tokenizer
+from loopscope.adapters.transformers_lm import TransformersModel, is_pretrained_model
 from loopscope.auditing.audit import Supervised, gather
 from loopscope.auditing.audit import audit as audit_model
 from loopscope.auditing.drift import Size, TrialObjective, affordable, size_along, trainable
@@ -22,17 +23,31 @@ from loopscope.config import ModelConfig
 from loopscope.data.preparation import prepare
 from loopscope.data.stream import TokenSequence, evaluation_batches, training_stream
 from loopscope.data.task import TaskText
-from loopscope.errors import ConfigError, UnsupportedError, suggest
+from loopscope.errors import ConfigError, ProtocolError, UnsupportedError, suggest
+from loopscope.inference.conformance import check_all
 from loopscope.inference.motion import measure_motion
+from loopscope.inference.subjects import LoopedSubject, WholeSubject
 from loopscope.model.looped_lm import build
 from loopscope.objectives.placement import pairs_of
 from loopscope.objectives.terms import Term, terms_of
-from loopscope.options import AuditOptions, PushOptions
+from loopscope.options import AuditOptions, CheckOptions, PushOptions, chosen
 from loopscope.protocol import LoopedModel, run_loops
 from loopscope.results.audit import AuditResult, PushResult, Recipe
+from loopscope.results.check import Conformance
 from loopscope.results.thresholds import RAN
-from loopscope.targets import Batch, Opened, open_target
-from loopscope.untouched import borrowed, network_of
+from loopscope.targets import (
+    Batch,
+    Opened,
+    Say,
+    bring,
+    is_factory,
+    made_by_factory,
+    of_made,
+    open_target,
+    tokens_for,
+    with_tokenizer,
+)
+from loopscope.untouched import borrowed, network_of, widened, widest_affordable
 
 VALIDATION_ROWS = 16
 """Rows of text that an audit chooses its tokens from."""
@@ -70,42 +85,37 @@ def audit(
     `untrained_scale`, from which penalties count, is the target's own, else 1. The model comes back as it was.
     """
     options = options or AuditOptions()
+    opened: Opened | None = None
+    on: str | None = None
     if not isinstance(target, (str, Path, Opened)):
         if batches is None or data is not None or tokenizer is not None:
             raise ConfigError("an audit of a model itself takes batches of ids; open a target to name text for it")
-        batches = list(batches)
-        result = audit_model(
-            target,
-            batches,
-            supervised=supervised,
-            terms=terms,
-            fields=fields,
-            options=options,
-            recipe=recipe,
-            untrained_scale=1.0 if untrained_scale is None else untrained_scale,
-            name=name,
-            step=step,
-            progress=progress,
-        )
-        return _with_motion(result, target, batches, options, progress)
-    opened = with_tokenizer(open_target(target, seed=options.seed), tokenizer)
-    on, texts = (None, batches) if batches is not None else text_for(opened, data, options.seed, say)
-    texts = list(texts)
-    objective = opened.objective
+        model, texts = target, list(batches)
+    else:
+        opened = with_tokenizer(open_target(target, seed=options.seed), tokenizer)
+        on, read = (None, batches) if batches is not None else text_for(opened, data, options.seed, say)
+        model, texts, objective = opened.model, list(read), opened.objective
+        supervised = supervised if supervised is not None else objective
+        terms = terms if terms is not None else [] if objective is None else terms_of(objective)
+        recipe = recipe or Recipe.of(None if opened.config is None else opened.config.training)
+        untrained_scale = _untrained_scale(opened, texts) if untrained_scale is None else untrained_scale
+        name, step = name or opened.name, opened.step if step is None else step
     result = audit_model(
-        opened.model,
+        model,
         texts,
-        supervised=supervised if supervised is not None else objective,
-        terms=terms if terms is not None else [] if objective is None else terms_of(objective),
+        supervised=supervised,
+        terms=terms,
         fields=fields,
         options=options,
-        recipe=recipe or Recipe.of(None if opened.config is None else opened.config.training),
-        untrained_scale=_untrained_scale(opened, texts) if untrained_scale is None else untrained_scale,
-        name=name or opened.name,
-        step=opened.step if step is None else step,
+        recipe=recipe,
+        untrained_scale=1.0 if untrained_scale is None else untrained_scale,
+        name=name,
+        step=step,
         progress=progress,
     )
-    result = _with_motion(result, opened.model, texts, options, progress)
+    result = _with_motion(result, model, texts, options, progress)
+    if opened is None:
+        return result
     notes = [*([on] if on else []), *opened.notes, *result.checks.notes]
     return replace(_with_texts(result, opened), checks=replace(result.checks, notes=notes))
 
@@ -138,13 +148,14 @@ def text_for(opened: Opened, data: Sequence[str] | None, seed: int, say: Say) ->
     if opened.batches is not None:
         return None, opened.batches
     note = "audited on random token ids, since there is no tokenizer: its cross-entropies mean little"
-    return (note if opened.is_trained else None), [random_ids(opened, seed)]
+    return (note if opened.is_trained else None), [next(random_ids(opened, seed))]
 
 
-def random_ids(opened: Opened, seed: int) -> Tensor:
-    """Uniform ids from a generator of their own."""
-    length = min(RANDOM_LENGTH, opened.max_length or RANDOM_LENGTH)
-    return torch.randint(opened.vocab_size, (RANDOM_ROWS, length), generator=torch.Generator().manual_seed(seed))
+def random_ids(opened: Opened, seed: int) -> Iterator[Tensor]:
+    """Batches of uniform ids from a generator of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (RANDOM_ROWS, min(RANDOM_LENGTH, opened.max_length or RANDOM_LENGTH))
+    return (torch.randint(opened.vocab_size, shape, generator=generator) for _ in count())
 
 
 def _untrained_scale(opened: Opened, texts: Sequence[Batch]) -> float:
@@ -253,7 +264,7 @@ def training_text(
         tokens_for(opened, data, say)  # says what is missing
     if opened.batches is not None:
         return None, opened.batches
-    return "pushed on random token ids, since there is no tokenizer: its costs mean little", _random(opened, seed)
+    return "pushed on random token ids, since there is no tokenizer: its costs mean little", random_ids(opened, seed)
 
 
 def _stream(tokens: TokenSequence | TaskText, opened: Opened, seed: int) -> Iterator[Batch]:
@@ -261,12 +272,6 @@ def _stream(tokens: TokenSequence | TaskText, opened: Opened, seed: int) -> Iter
     batch = USUAL_BATCH if opened.config is None else opened.config.training.batch
     stream = training_stream(tokens, length, batch, seed)
     return (stream.batch(step) for step in count())
-
-
-def _random(opened: Opened, seed: int) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (RANDOM_ROWS, min(RANDOM_LENGTH, opened.max_length or RANDOM_LENGTH))
-    return (torch.randint(opened.vocab_size, shape, generator=generator) for _ in count())
 
 
 def with_push(audited: AuditResult, pushed: PushResult) -> AuditResult:
@@ -283,3 +288,70 @@ def with_push(audited: AuditResult, pushed: PushResult) -> AuditResult:
                 f"{push.growth:.3g}-fold for {push.paid:.2g} nats (the limit is {RAN:g})"
             )
     return replace(audited, push=pushed, checks=replace(audited.checks, notes=notes))
+
+
+# --- the same numbers, however it is run? ----------------------------------------------------------------------------
+
+
+def check(
+    target: str | Path | Opened | LoopedModel | nn.Module,
+    options: CheckOptions | None = None,
+    *,
+    progress: Progress = lambda *_: None,
+    **fields: Any,
+) -> Conformance:
+    """Whether cached is uncached, ragged is alone, depth n of a deeper run is a run of n, and so on; see docs/check.md.
+
+    `target` is a word that names a model, what `loopscope.open` gave, a LoopedModel, or a causal language model of
+    transformers. `fields` are those of CheckOptions. The model comes back as it was.
+    """
+    options = chosen(CheckOptions(), options, fields)
+    context, device, seed = options.context, options.device, options.seed
+    made: Any = target
+    name = type(target).__name__
+    if isinstance(target, (str, Path)):
+        name = str(target)
+        made = made_by_factory(name, seed) if is_factory(name) else open_target(target, seed=seed)
+    if is_pretrained_model(made):
+        if context is not None:
+            raise ConfigError.of("context", context, "a model of transformers does not refuse positions itself")
+        bring(made, device)
+        found = _at_its_widest(made, lambda: check_all(WholeSubject(TransformersModel(made), seed), progress))
+        return replace(found, target=name)
+    with borrowed(network_of(made)):  # a model that was handed in is given back in the mode it was in
+        opened = made if isinstance(made, Opened) else of_made(name, made)
+        model, length = opened.model, opened.max_length if context is None else context
+        bring(network_of(model), device)
+
+        def run() -> Conformance:
+            return check_all(LoopedSubject(model, opened.vocab_size, length, seed), progress)
+
+        return replace(_at_its_widest(network_of(model), run), target=opened.name)
+
+
+def _at_its_widest(network: nn.Module | None, run: Callable[[], Conformance]) -> Conformance:
+    """In float64 where the weights are small enough, so that rounding is out of the way; else in float32.
+
+    A model may have weights that it does not show, or masks of a fixed dtype: what then fails is run as it is.
+    """
+    dtype = widest_affordable(network)
+    wide: Conformance | None = None
+    with borrowed(network) as held:
+        try:
+            with widened(network, dtype, held):
+                wide = run()
+            why = _raised(wide)
+        except ProtocolError as error:
+            why = str(error)
+        if wide is not None and why is None:
+            return wide
+        own = run()
+    if wide is not None and _raised(own) is not None:
+        return wide  # it fails in any dtype
+    note = f"the model does not run in {str(dtype).removeprefix('torch.')}, so it was checked in its own dtype ({why})"
+    return replace(own, notes=(*own.notes, note))
+
+
+def _raised(result: Conformance) -> str | None:
+    """The first error that a model raised in a check."""
+    return next((finding.raised for finding in result.findings if finding.raised is not None), None)

@@ -8,7 +8,7 @@ the same kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from loopscope.api.text import Say, corpus_for, tokens_for, with_tokenizer
 from loopscope.data.corpora import joined
 from loopscope.data.stream import evaluation_batches
 from loopscope.data.task import TaskText
-from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError, DataError
 from loopscope.inference.calibration import CLIP, failures_allowed, hoeffding_bentkus_p_value, units_needed
 from loopscope.inference.certification import (
@@ -35,6 +33,7 @@ from loopscope.inference.certification import (
     in_blocks,
     of_articles,
 )
+from loopscope.inference.costs import OnProgress
 from loopscope.inference.decoding import device_of
 from loopscope.inference.rules import Fixed, Probe, Rule, rule_named, rules_for
 from loopscope.options import CalibrateOptions, chosen
@@ -43,9 +42,8 @@ from loopscope.results.audit import AuditResult
 from loopscope.results.halting import Calibration, Certificate, OnTest, Policy, Promise
 from loopscope.results.record import read_record, write_record
 from loopscope.results.thresholds import HALVED
-from loopscope.targets import Opened, open_target
+from loopscope.targets import Opened, Say, corpus_for, open_target, tokens_for, with_tokenizer
 
-OnProgress = Callable[[str, float], None]
 ABOUT = {
     "article": "in articles",
     "block": "in blocks, articles being unknown",
@@ -192,7 +190,9 @@ def units_of(
         text = in_blocks(tokens, rows, length, max_units)
     else:
         assert opened.tokenizer is not None
-        encoded = (_encoded(opened.tokenizer, each) for each in articles)
+        encode = opened.tokenizer.encode_counted
+        # An article's documents are joined as they are for training.
+        encoded = (np.concatenate([ids_N for ids_N, _ in encode(list(joined(each)))]) for each in articles)
         text = of_articles(encoded, rows, length, max_units, np.random.default_rng(seed))
     if not text.units:
         raise DataError(
@@ -200,11 +200,6 @@ def units_of(
             "or shorter units with --unit-tokens"
         )
     return text
-
-
-def _encoded(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
-    """The tokens of an article's documents, joined as they are for training."""
-    return np.concatenate([ids_N for ids_N, _ in tokenizer.encode_counted(list(joined(documents)))])
 
 
 def _notes(text: UnitText, session: Certifier, rules: Sequence[Rule], ratio: float, whose: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from loopscope.config import Config, ModelConfig
 from loopscope.files import without_nan
 from loopscope.results.audit import AuditResult
-from loopscope.results.evaluation import Evaluation, Split
+from loopscope.results.evaluation import Evaluation
 from loopscope.results.halting import Policy
 from loopscope.results.record import read_record
 from loopscope.results.run import DataRecord
@@ -157,13 +157,12 @@ def _audited(audit: AuditResult) -> str:
 
 
 def _frontier(evaluation: Evaluation) -> str:
-    parts = [_depths(name, split, evaluation.tokenizer) for name, split in evaluation.splits.items() if split.depths]
-    return "\n\n".join(["## By depth", *parts]) if parts else ""
-
-
-def _depths(name: str, split: Split, tokenizer: str) -> str:
-    rows = [[depth.k, depth.ce, depth.perplexity, depth.bits_per_byte, depth.norm] for depth in split.depths]
+    parts = []
     header = [Column("loops", "d"), *columns(".4g", "CE (nats/token)", "perplexity", "bits per byte", "‖h‖")]
-    counted = "" if split.tokens is None else f", {split.tokens:,} tokens"
-    title = f"Text: {escape_markdown(name)}{counted} ({escape_markdown(tokenizer)} tokenizer)."
-    return f"{title}\n\n{Table('', header, rows, absent='').markdown(heading=False).rstrip()}"
+    for name, split in evaluation.splits.items():
+        if split.depths:
+            counted = "" if split.tokens is None else f", {split.tokens:,} tokens"
+            parts.append(f"Text: {escape_markdown(name)}{counted} ({escape_markdown(evaluation.tokenizer)} tokenizer).")
+            rows = [[depth.k, depth.ce, depth.perplexity, depth.bits_per_byte, depth.norm] for depth in split.depths]
+            parts.append(Table("", header, rows, absent="").markdown(heading=False).rstrip())
+    return "\n\n".join(["## By depth", *parts]) if parts else ""

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.adapters.foreign import CONFIG_FILE, INDEX_FILE, read_json
+from loopscope.adapters.foreign import CONFIG_FILE, DTYPES, INDEX_FILE, read_json
 from loopscope.adapters.native import MODEL_TYPE, PREFIX, config_of, own_tensors, to_fields
 from loopscope.api.cards import Card, read_results
 from loopscope.config import Config, ModelConfig, ObjectiveConfig
 from loopscope.data.tokenizers import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer
-from loopscope.errors import ConfigError, RunError, UnsupportedError
+from loopscope.errors import ConfigError, RunError, UnsupportedError, words_of
 from loopscope.files import MOST_JSON_BYTES, folder_written_whole, read_bytes, without_nan
 from loopscope.machine import own_version, versions
 from loopscope.model.looped_lm import LoopedLM
@@ -30,17 +30,13 @@ from loopscope.options import ConvertOptions, chosen
 from loopscope.results.record import as_json, record_in, write_record
 from loopscope.results.run import MANIFEST_FILE, DataRecord, Manifest
 from loopscope.runs import RunFolder
-from loopscope.targets import Opened, open_target
+from loopscope.targets import Opened, Say, open_target
 from loopscope.training import checkpoint
 from loopscope.training.session import read_data_record
 from loopscope.words import TOKENIZERS
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_SHARD_BYTES = 5_000_000_000
 """Of one safetensors file; more than that becomes several with an index."""
-RESULTS = {"audit.json": "audit", "eval.json": "evaluation", "policy.json": "policy"}
-"""Files of a run that go with its weights."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -80,16 +76,17 @@ def convert(
     opened = open_target(target, dtype="own")
     source = _Source.of(opened, options.dtype)
     with _written(place) as beside:
+        for path in source.result_files():
+            (beside / path.name).write_bytes(read_bytes(path, MOST_JSON_BYTES))
         if options.to == "hf":
             _write_hf(beside, source, place.name, shard_bytes)
         else:
             _write_run(beside, source)
     files = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
-    parameters = sum(parameter.numel() for parameter in source.model.parameters())
     pushed = None
     if api is not None and options.push is not None:
         pushed = _push(api, place, options.push, options.public, say)
-    return Converted(opened.name, place, options.to, parameters, files, pushed)
+    return Converted(opened.name, place, options.to, source.parameters, files, pushed)
 
 
 # --- what is converted -----------------------------------------------------------------------------------------------
@@ -144,6 +141,11 @@ class _Source:
         """The model in our own words."""
         return self.model.config
 
+    @property
+    def parameters(self) -> int:
+        """Numbers that are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers, each once."""
         found = {name: tensor.detach() for name, tensor in own_tensors(self.model).items()}
@@ -154,14 +156,12 @@ class _Source:
         if self.results is None:
             return
         audit, evaluation, _ = read_results(self.results)
-        stale = {
-            name
-            for name, made in (("audit.json", audit.model if audit else None), ("eval.json", evaluation))
-            if made is None or made.step != self.opened.step
-        }
-        for name in RESULTS:
-            if name not in stale and (self.results / name).is_file():
-                yield self.results / name
+        if audit is not None and audit.model.step == self.opened.step:
+            yield self.results / "audit.json"
+        if evaluation is not None and evaluation.step == self.opened.step:
+            yield self.results / "eval.json"
+        if (policy := self.results / "policy.json").is_file():
+            yield policy
 
 
 def _exported(opened: Opened) -> tuple[Path, dict[str, Any] | None]:
@@ -197,13 +197,11 @@ def _write_hf(beside: Path, source: _Source, name: str, shard_bytes: int) -> Non
     )
     if tokenizer is not None:
         _write_tokenizer(beside, tokenizer, source.design.max_length)
-    for path in source.result_files():
-        (beside / path.name).write_bytes(read_bytes(path, MOST_JSON_BYTES))
     audit, evaluation, policy = read_results(beside)
     card = Card(
         name=name,
         design=source.design,
-        parameters=sum(parameter.numel() for parameter in source.model.parameters()),
+        parameters=source.parameters,
         dtype=" and ".join(dtypes),
         config=source.config if source.is_known else None,
         step=source.opened.step,
@@ -270,8 +268,6 @@ def _write_run(beside: Path, source: _Source) -> None:
     manifest = Manifest(converted_from=source.opened.name, command=sys.argv, versions=versions(), data=source.text)
     write_record(run.path / MANIFEST_FILE, manifest)
     checkpoint.save_weights(run.checkpoints, source.tensors(), source.opened.step or 0)
-    for path in source.result_files():
-        (beside / path.name).write_bytes(read_bytes(path, MOST_JSON_BYTES))
 
 
 # --- places ----------------------------------------------------------------------------------------------------------
@@ -317,8 +313,8 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:
-        return True
+    except OSError:  # somebody else's, and running
+        pass
     return True
 
 
@@ -341,7 +337,7 @@ def _hub_api(name: str) -> Any:
     try:
         hub.utils.validate_repo_id(name)
     except ValueError as error:
-        raise ConfigError.of("push", name, " ".join(str(error).split())) from None
+        raise ConfigError.of("push", name, words_of(error)) from None
     return hub.HfApi()
 
 
@@ -352,6 +348,6 @@ def _push(api: Any, folder: Path, name: str, public: bool, say: Say) -> str:
         say(f"uploading to {address}")
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"loopscope {own_version()}")
     except Exception as error:  # no network, no right, no space: the library's own words say which
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise RunError(f"{folder} is written, and could not be pushed to {name}: {reason}") from error
+        why = f"{folder} is written, and could not be pushed to {name}: {words_of(error)}"
+        raise RunError(why) from error
     return address

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from loopscope.api.generation import generate
-from loopscope.api.text import Say, with_tokenizer
 from loopscope.config import MOST_LOOPS
 from loopscope.data.corpora import SEPARATOR
 from loopscope.data.tokenizers import Tokenizer
-from loopscope.errors import ConfigError, RunError, UnsupportedError
+from loopscope.errors import ConfigError, RunError, UnsupportedError, words_of
+from loopscope.inference.costs import OnProgress
 from loopscope.protocol import LinearReadout, run_loops
 from loopscope.results.evaluation import TaskDepth, TaskEvaluation, TaskMetric
-from loopscope.targets import Opened, open_target
+from loopscope.targets import Opened, Say, open_target, with_tokenizer
 from loopscope.training.session import set_up
 
 BATCH = 16
 """Requests scored at a time."""
 MOST_NEW_TOKENS = 256
 """Of an answer that a task does not limit; the harness's own default."""
+MOST_WORDS = 400
+"""Characters of an error of the harness's own that are passed on."""
 LONGEST = 2048
 """Tokens of a request to a model that does not say how many it takes."""
 
@@ -42,7 +44,6 @@ Request = tuple[tuple[int, ...], tuple[int, ...]]
 """Ids of a context, and of what is to follow it."""
 Likelihood = tuple[float, bool]
 """Log-probability of a continuation in nats, and whether each of its tokens is the likeliest."""
-OnProgress = Callable[[str, float], None]
 
 
 def evaluate_tasks(
@@ -183,7 +184,7 @@ def _manager(harness: Any, tasks: Sequence[str], folder: str | Path | None, say:
                 include_path=None if folder is None else str(folder), include_defaults=include_defaults
             )
         except Exception as error:  # whatever a YAML file of theirs does to the harness
-            raise ConfigError.of("task_folder", str(folder), _line(error)) from error
+            raise ConfigError.of("task_folder", str(folder), words_of(error)[:MOST_WORDS]) from error
         unknown = [name for name in tasks if not manager.match_tasks([name])]
         if tasks and not unknown:
             return manager
@@ -215,7 +216,7 @@ def _scores_at(
     except (ConfigError, RunError, UnsupportedError):
         raise
     except Exception as error:  # a dataset that cannot be fetched, a task that is wrong: the harness's own words
-        raise RunError(f"{','.join(tasks)} cannot be evaluated: {_line(error)}") from error
+        raise RunError(f"{','.join(tasks)} cannot be evaluated: {words_of(error)[:MOST_WORDS]}") from error
 
 
 def _language_model(harness: Any, likelihoods: Likelihoods, k: int) -> Any:
@@ -288,10 +289,6 @@ def _by_metric(found: Mapping[int, Mapping[str, Any]]) -> list[TaskMetric]:
                 )
             )
     return made
-
-
-def _line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:400]
 
 
 def finite(value: object) -> float | None:

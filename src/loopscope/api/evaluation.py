@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopscope.api.text import Say, other_text_of, tokens_for, with_tokenizer
 from loopscope.auditing.activity import loop_activity
 from loopscope.data.packing import SplitTokens
 from loopscope.data.stream import answer_batches, covered_bytes, evaluation_batches
 from loopscope.data.task import TaskText
 from loopscope.errors import ConfigError, DataError, RunError
-from loopscope.inference.costs import DECODE, Way, policy_costs, time_depths
+from loopscope.inference.costs import DECODE, ROUNDS, TIMED_TOKENS, OnProgress, Way, policy_costs, time_depths
 from loopscope.inference.decoding import Limits, decode
 from loopscope.inference.exit_gap import ExitGap, measure_exit_gaps
 from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text, parse_halting
@@ -29,22 +28,17 @@ from loopscope.options import EvaluateOptions, chosen
 from loopscope.protocol import Cached, LoopedModel, run_loops
 from loopscope.results.evaluation import Beyond, CacheTable, Evaluation, HaltedScore, Split, Throughput, Timing, beyond
 from loopscope.results.record import as_json, read_record, write_record
-from loopscope.targets import Batch, Opened, open_target
+from loopscope.targets import Batch, Opened, Say, open_target, other_text_of, tokens_for, with_tokenizer
 from loopscope.training.plan import check_logits
 from loopscope.training.scores import evaluate_depths, score_answers, score_batch
 from loopscope.training.session import set_up
 
 BATCH = 16
 """Sequences evaluated at a time."""
-OnProgress = Callable[[str, float], None]
-TIMED_ROUNDS = 7
-"""Batches per depth whose median time gives the throughput."""
 WINDOWS = 64
 """Windows of text on which cache policies are compared."""
 EXIT_WINDOWS = 256
 """Windows of text on which exits are calibrated and asked, half each: what comes first is fitted."""
-TIMED_TOKENS = 32
-"""Tokens that are decoded in each round of timing."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,9 @@ def evaluate(
     data, batch, max_tokens = options.data, options.batch, options.max_tokens
     opened = with_tokenizer(open_target(target), options.tokenizer)
     depths = list(options.depths or range(1, opened.model.num_loops + 1))
-    length = _checked_length(opened, options.length)
+    length = options.length or opened.sequence_length
+    if options.length is not None and opened.max_length is not None and length > opened.max_length:
+        raise ConfigError.of("length", length, f"must be between 1 and {opened.max_length}, the longest it takes")
     text = "valid" if data is None else ", ".join(data)
     cached = Cached.needed(opened.model, "comparing cache policies") if options.cache_policies else None
     haltings = _haltings(opened, options.policies or ())
@@ -306,14 +302,14 @@ def throughput(
     ids_BT = torch.randint(vocab_size, (batch, length), device=device)
     seconds: dict[int, list[float]] = {k: [] for k in depths or range(1, model.num_loops + 1)}
     with torch.no_grad():
-        for number in range(1 + TIMED_ROUNDS):  # the first warms up
+        for number in range(1 + ROUNDS):  # the first warms up
             for k, times in seconds.items():
                 started = time.perf_counter()
                 model.readout(run_loops(model, ids_BT, num_loops=k).states[k], k)
                 if device == "cuda":
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)
-            progress(f"round {number} of {TIMED_ROUNDS}", (number + 1) / (1 + TIMED_ROUNDS))
+            progress(f"round {number} of {ROUNDS}", (number + 1) / (1 + ROUNDS))
     return [Throughput(k, ids_BT.numel() / statistics.median(times[1:])) for k, times in seconds.items()]
 
 
@@ -396,11 +392,3 @@ def _pairs(batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
     for batch in batches:
         ids_BT, targets_BT = batch if isinstance(batch, (tuple, list)) else (batch[:, :-1], batch[:, 1:])
         yield ids_BT, targets_BT.contiguous()
-
-
-def _checked_length(opened: Opened, length: int | None) -> int:
-    if length is None:
-        return opened.sequence_length
-    if opened.max_length is not None and length > opened.max_length:
-        raise ConfigError.of("length", length, f"must be between 1 and {opened.max_length}, the longest it takes")
-    return length

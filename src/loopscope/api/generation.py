@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import nn
 
-from loopscope.api.text import Say, with_tokenizer
 from loopscope.data.tokenizers import Tokenizer
 from loopscope.errors import ConfigError
 from loopscope.inference.cache import CachePolicy
@@ -32,7 +31,7 @@ from loopscope.inference.speculation import PLAIN, Speculator, Tally, parse_plan
 from loopscope.machine import check_bf16_products
 from loopscope.options import GenerateOptions, chosen
 from loopscope.protocol import Cached
-from loopscope.targets import Opened, check_dtype, open_target
+from loopscope.targets import Opened, Say, bring, check_dtype, open_target, with_tokenizer
 from loopscope.training.session import set_up
 
 
@@ -109,7 +108,12 @@ class Generation:
             max_tokens=options.max_tokens, context=self.opened.max_length, end_ids=self.opened.end_ids
         )
         self._ids = [self._encoded(prompt) for prompt in prompts]
-        _placed(self.opened, options)
+        device = options.device or set_up().device
+        bring(self.opened.model, device)
+        if isinstance(self.opened.model, nn.Module):
+            if options.dtype in ("bfloat16", "own") and torch.device(device).type == "cpu":
+                check_bf16_products()
+            self.opened.model.eval()
         self.num_loops = options.num_loops or self.opened.model.num_loops
         self._speculator: Speculator | None = None
         if self._plan != PLAIN:
@@ -192,17 +196,3 @@ def generate(
     for piece in generation:
         on_text(piece.number, piece.text)
     return generation.results[0] if isinstance(prompt, str) else generation.results
-
-
-def _placed(opened: Opened, options: GenerateOptions) -> None:
-    """Bring the model to the device that is asked for."""
-    model, device = opened.model, options.device or set_up().device
-    if not isinstance(model, nn.Module):
-        return
-    try:
-        if options.dtype in ("bfloat16", "own") and torch.device(device).type == "cpu":
-            check_bf16_products()
-        model.to(device=device)
-    except (RuntimeError, AssertionError) as error:  # torch's own words: no such device, or no build for it
-        raise ConfigError.of("device", device, str(error).splitlines()[0]) from None
-    model.eval()

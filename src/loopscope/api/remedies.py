@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from loopscope.api.audits import audit
 from loopscope.api.evaluation import evaluate
-from loopscope.api.text import Say, with_tokenizer
 from loopscope.api.training import Watching, target_config, train
 from loopscope.auditing.interventions import clamped
 from loopscope.config import PAPER_PENALTY, Config, DataConfig, ObjectiveConfig, TrainingConfig
@@ -22,7 +21,7 @@ from loopscope.results.audit import AuditResult
 from loopscope.results.evaluation import Split
 from loopscope.results.record import as_json, write_record
 from loopscope.show import sentences
-from loopscope.targets import Opened, open_target
+from loopscope.targets import Opened, Say, open_target, with_tokenizer
 
 Outcome = Literal["fixed", "controlled", "unfinished", "worse", "undecided"]
 EVALUATED_ROWS = 64

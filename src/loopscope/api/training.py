@@ -26,7 +26,7 @@ from loopscope.protocol import SharedCore
 from loopscope.results.record import as_json, write_record
 from loopscope.results.run import MANIFEST_FILE, LoggedEvaluation, LoggedEvent
 from loopscope.runs import RunFolder
-from loopscope.targets import Opened, open_target
+from loopscope.targets import Opened, Say, open_target
 from loopscope.training import checkpoint
 from loopscope.training.distributed import Ranks, join
 from loopscope.training.plan import check_logits, check_memory
@@ -34,7 +34,6 @@ from loopscope.training.session import Setup, check_resume, continue_data, find_
 from loopscope.training.trackers import make_trackers
 from loopscope.training.trainer import Outcome, Trainer
 
-Say = Callable[[str], None]
 Watching = Callable[[Trainer], AbstractContextManager[None]]
 
 

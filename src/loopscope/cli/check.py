@@ -48,7 +48,7 @@ examples:
     def run(self) -> int:
         """Check and print."""
         check_word(self.target)
-        from loopscope.api.checks import check
+        from loopscope.api.audits import check
 
         with progress(self.target) as advance:
             checked = check(self.target, self, progress=advance)

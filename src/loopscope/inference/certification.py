@@ -35,7 +35,7 @@ from loopscope.inference.calibration import (
     hoeffding_bentkus_p_value,
     last_certified,
 )
-from loopscope.inference.costs import DECODE, time_depths
+from loopscope.inference.costs import DECODE, TIMED_TOKENS, OnProgress, time_depths
 from loopscope.inference.decoding import CachedRunner, Runner, device_of
 from loopscope.inference.halting import Halting, HaltingRunner, halt_on_text
 from loopscope.inference.rules import NEVER, Fixed, Look, Rule
@@ -157,11 +157,7 @@ ROWS = 64
 """Windows that are run at a time."""
 ALIKE = 0.05
 """Level at which units of one article are called alike; shared by the rules that are asked."""
-TIMED_TOKENS = 32
-"""Tokens that are decoded in each round of timing."""
 FULL_DEPTH = "full depth"
-
-OnProgress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from loopscope.errors import in_a_line
 from loopscope.inference.cache import KVCache
 from loopscope.inference.comparison import Computed, Stage, blame, compare, shared_slots
 from loopscope.inference.subjects import LOGITS as WHOLE_LOGITS
@@ -27,16 +28,14 @@ from loopscope.inference.subjects import (
     TOKENS,
     LoopedSubject,
     Subject,
-    TextModel,
     Watched,
     WholeSession,
     WholeSubject,
-    in_a_line,
     keep,
     keep_state,
     place_of,
 )
-from loopscope.protocol import Cached, LoopedModel, LoopState, MixedDepths
+from loopscope.protocol import Cached, LoopState, MixedDepths
 from loopscope.results.check import CheckFinding, CheckResult, Conformance
 
 LONG_CONTEXT = 4096
@@ -444,24 +443,7 @@ def generate(subject: WholeSubject) -> Ways:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def check_looped(
-    model: LoopedModel,
-    vocab_size: int,
-    context: int | None = None,
-    *,
-    seed: int = 0,
-    progress: Progress = lambda what, share: None,
-) -> Conformance:
-    """All checks of a LoopedModel, on texts of random ids."""
-    return check_all(LoopedSubject(model, vocab_size, context, seed), progress)
-
-
-def check_text_model(model: TextModel, *, seed: int = 0, progress: Progress = lambda what, share: None) -> Conformance:
-    """All checks of a language model as a whole, on texts of random ids."""
-    return check_all(WholeSubject(model, seed), progress)
-
-
-def check_all(subject: Subject, progress: Progress) -> Conformance:
+def check_all(subject: Subject, progress: Progress = lambda what, share: None) -> Conformance:
     """Each check's result; nothing can be compared in a model whose two runs do not agree."""
     checks = [check for check in CHECKS.values() if not (check.of_whole_models and subject.is_looped)]
     results: list[CheckResult] = []

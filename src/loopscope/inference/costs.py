@@ -30,10 +30,15 @@ from loopscope.inference.decoding import ALL_EXACT, CachedRunner, Limits, Polici
 from loopscope.protocol import Cached, LoopedModel
 from loopscope.results.evaluation import PolicyCost, Timing
 
+OnProgress = Callable[[str, float], None]
+"""What is going on, and the share of it that is done."""
+
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 ROUNDS = 7
 """Timed rounds; one more comes before them to warm up."""
+TIMED_TOKENS = 32
+"""Tokens that are decoded in each round of timing."""
 PREFILL, DECODE = "prefill", "decode"
 
 Tokens = Iterator[object]
@@ -51,7 +56,7 @@ def time_depths(
     ways: Mapping[str, Way] | None = None,
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[str, float], None] = lambda what, share: None,
+    progress: OnProgress = lambda what, share: None,
 ) -> list[Timing]:
     """Timings of each depth: prefill, decoding, and decoding in other `ways` by the name of what they add."""
     kept: dict[int, int | None] = {}
@@ -100,7 +105,7 @@ def policy_costs(
     num_loops: int,
     *,
     batch: int,
-    progress: Callable[[str, float], None] = lambda what, share: None,
+    progress: OnProgress = lambda what, share: None,
 ) -> Iterator[PolicyCost]:
     """The exact cache, then every other policy: for decoding alone, and for prompts too."""
     cases = [("exact", PREFILL_TOO, ALL_EXACT)]

@@ -58,8 +58,8 @@ class Runner(Protocol):
         ...
 
     def spent(self, number: int) -> int:
-        """Loops that were run for the last token of a sequence."""
-        ...
+        """Loops that were run for the last token of a sequence: all of them, unless tokens leave early."""
+        return self.num_loops
 
 
 def runner_for(model: LoopedModel, num_loops: int, policies: Policies = ALL_EXACT) -> Runner:
@@ -73,7 +73,7 @@ def runner_for(model: LoopedModel, num_loops: int, policies: Policies = ALL_EXAC
     return RecomputingRunner(model, num_loops)
 
 
-class CachedRunner:
+class CachedRunner(Runner):
     """Every token is run once; the cache has a row for every sequence."""
 
     def __init__(self, model: Cached, num_loops: int, policies: Policies = ALL_EXACT) -> None:
@@ -115,10 +115,6 @@ class CachedRunner:
         """Logits_BV after one more token of each of these sequences."""
         return self._run(torch.tensor(ids, device=self.device)[:, None], [self.row[number] for number in numbers])
 
-    def spent(self, number: int) -> int:
-        """All of them."""
-        return self.num_loops
-
     def _run(self, ids_BT: Tensor, rows: Sequence[int]) -> Tensor:
         """Logits_BV after the last of these tokens."""
         view = self.cache.append(ids_BT.shape[1], rows)
@@ -128,7 +124,7 @@ class CachedRunner:
         return last_logits(self.model, state, self.num_loops, view)
 
 
-class RecomputingRunner:
+class RecomputingRunner(Runner):
     """For models without a cache: every token runs the whole sequence again."""
 
     def __init__(self, model: LoopedModel, num_loops: int) -> None:
@@ -148,10 +144,6 @@ class RecomputingRunner:
         for number, new in zip(numbers, ids, strict=True):
             self.ids[number].append(new)
         return torch.stack([self._run(self.ids[number]) for number in numbers])
-
-    def spent(self, number: int) -> int:
-        """All of them."""
-        return self.num_loops
 
     def _run(self, ids: Sequence[int]) -> Tensor:
         state = run_loops(self.model, torch.tensor([ids], device=self.device), num_loops=self.num_loops).states[-1]

@@ -32,7 +32,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
@@ -58,15 +58,6 @@ FEWEST_STEPS = 4
 """Steps above rounding that a rate takes."""
 
 
-@dataclass(frozen=True)
-class _Course:
-    """What was seen of every loop."""
-
-    h_LND: list[Tensor]
-    likeliest_LN: Tensor
-    notes: tuple[str, ...]
-
-
 def measure_motion(model: LoopedModel, ids_BT: Tensor, *, loops: int = LOOPS) -> Motion:
     """How each token of `ids_BT` moves over so many loops, whatever depth was trained; the model comes back as it was.
 
@@ -78,43 +69,35 @@ def measure_motion(model: LoopedModel, ids_BT: Tensor, *, loops: int = LOOPS) ->
         raise DataError("how tokens move is measured on a batch of at least one token; got none")
     check_products(model, ids_BT.device)
     with borrowed(network_of(model)), torch.no_grad():
-        course = _run(model, ids_BT, loops)
-    h = course.h_LND
-    if len(h) < FEWEST_LOOPS:
+        h_LND, likeliest_LN, notes = _run(model, ids_BT, loops)
+    if len(h_LND) < FEWEST_LOOPS:
         raise UnsupportedError(
-            f"how tokens move is told from {FEWEST_LOOPS} loops or more, and this model ends after {len(h)}: "
-            f"{' '.join(course.notes)}"
+            f"how tokens move is told from {FEWEST_LOOPS} loops or more, and this model ends after {len(h_LND)}: "
+            f"{' '.join(notes)}"
         )
-    reference_ND = F.normalize(h[-1].double(), dim=-1)
-    cosine_LN = torch.stack([(F.normalize(each.double(), dim=-1) * reference_ND).sum(-1) for each in h])
-    tokens = _classified(cosine_LN[:-1], contraction_rates(h), settling_loops(course.likeliest_LN))
-    return summed_up(tokens, len(h), model.num_loops, cosine_LN.median(dim=1).values.tolist(), course.notes)
-
-
-def summed_up(
-    tokens: Sequence[TokenMotion], loops: int, num_loops: int, median_cosine: list[float], notes: Sequence[str] = ()
-) -> Motion:
-    """Shares of kinds and medians over tokens."""
+    reference_ND = F.normalize(h_LND[-1].double(), dim=-1)
+    cosine_LN = torch.stack([(F.normalize(each.double(), dim=-1) * reference_ND).sum(-1) for each in h_LND])
+    tokens = _classified(cosine_LN[:-1], contraction_rates(h_LND), settling_loops(likeliest_LN))
     counts = Counter(token.kind for token in tokens)
     found = Motion(
-        loops=loops,
-        num_loops=num_loops,
+        loops=len(h_LND),
+        num_loops=model.num_loops,
         shares={kind: counts[kind] / len(tokens) for kind in get_args(MotionKind)},
         period=_median([token.period for token in tokens]),
         purity=_median([token.purity for token in tokens]),
         contraction_rate=_median([token.contraction_rate for token in tokens]),
         settled_at=float(statistics.median(token.settled_at for token in tokens)),
-        settled_by_trained_depth=sum(token.settled_at <= num_loops for token in tokens) / len(tokens),
+        settled_by_trained_depth=sum(token.settled_at <= model.num_loops for token in tokens) / len(tokens),
         tokens=list(tokens),
-        median_cosine=median_cosine,
-        notes=list(notes),
+        median_cosine=cosine_LN.median(dim=1).values.tolist(),
+        notes=notes,
     )
     return replace(found, summary=sentences.motion(found))
 
 
-def _run(model: LoopedModel, ids_BT: Tensor, loops: int) -> _Course:
-    """h and the likeliest next token of every loop, as far as the model can be run and read out."""
-    state, notes = model.embed(ids_BT), []
+def _run(model: LoopedModel, ids_BT: Tensor, loops: int) -> tuple[list[Tensor], Tensor, list[str]]:
+    """h_LND and likeliest_LN, the next token, of every loop as far as the model can be run and read out, with notes."""
+    state, notes = model.embed(ids_BT), list[str]()
     states: list[Tensor] = []
     likeliest: list[Tensor] = []
     for k in range(1, loops + 1):
@@ -133,7 +116,7 @@ def _run(model: LoopedModel, ids_BT: Tensor, loops: int) -> _Course:
             break
         states.append(state.h_BTD.flatten(0, 1).clone())
         likeliest.append(predicted_N)
-    return _Course(states, torch.stack(likeliest), tuple(notes))
+    return states, torch.stack(likeliest), notes
 
 
 def _classified(s_LN: Tensor, rates: Sequence[float | None], settled: Sequence[int]) -> tuple[TokenMotion, ...]:

@@ -184,8 +184,10 @@ class Speculator:
         self._number, self._random = number, self.sampling.generator(number)
         # Exact in the core. A coda has one slot: drafts look at what full depth left there.
         self.cache = KVCache(1, CachePolicy("last-exited"), num_loops=self.num_loops)
-        first = self.sampling.draw(self._prefill(prompt), self._text.ids, self._random)
-        yield self._emitted(first, self._logits)
+        view = self.cache.append(len(prompt))
+        state = self._loops(self.model.embed(self._ids(prompt), view), 1, self.num_loops, view)
+        logits_V = last_logits(self.model, state, self.num_loops, view)[0]
+        yield self._emitted(self.sampling.draw(logits_V, self._text.ids, self._random), logits_V)
         known = all(each.weight >= LOOKED_AT for each in self.acceptance.values())  # from an earlier text
         self._look_until, self._planned_until = 0 if known else LOOKED_AT, 0
         plan = PLAIN
@@ -215,12 +217,6 @@ class Speculator:
             yield from self._wave(plan)
 
     # --- one token after another -------------------------------------------------------------------------------------
-
-    def _prefill(self, prompt: Sequence[int]) -> Tensor:
-        view = self.cache.append(len(prompt))
-        state = self._loops(self.model.embed(self._ids(prompt), view), 1, self.num_loops, view)
-        self._logits = last_logits(self.model, state, self.num_loops, view)[0]
-        return self._logits
 
     def _plain(self) -> tuple[Continuation, Token]:
         """The last token through all loops."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from loopscope.errors import ConfigError, ProtocolError
+from loopscope.errors import ConfigError, ProtocolError, in_a_line
 from loopscope.inference.cache import CacheView, KVCache
 from loopscope.inference.comparison import Computed, Stage, Tolerance, compare, nudged
 from loopscope.inference.decoding import device_of
@@ -127,11 +127,6 @@ class Subject(ABC):
         return self._keyed[text]
 
 
-def in_a_line(error: BaseException) -> str:
-    """An error's type and its first line."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-
-
 def place_of(error: BaseException) -> str:
     """The line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -177,11 +172,11 @@ class LoopedSubject(Subject):
         self.model, self.vocab_size, self.context = model, vocab_size, context
         self.num_loops: int = model.num_loops
         self.deepest: int = model.num_loops
-        uncached = {} if Cached.of(model) else {"cache": "the model takes no cache (loopscope.Cached)"}
+        cached = ("cache", "own positions", "mixed depths")
         mixed = "the model takes one loop for all rows of a call (no loopscope.MixedDepths)"
         self.lacks = {
             **({} if MixedDepths.of(model) else {"mixed depths": mixed}),
-            **({name: why for why in uncached.values() for name in ("cache", "own positions", "mixed depths")}),
+            **({} if Cached.of(model) else dict.fromkeys(cached, "the model takes no cache (loopscope.Cached)")),
             **({} if context else {"context": "the model does not say how many tokens it takes"}),
             "padding": "the protocol has no padding: rows of different lengths run at positions of their own (ragged)",
         }

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loopscope.api.calibration import calibrate
-from loopscope.api.text import Say, tokens_for
 from loopscope.data.corpora import Split
 from loopscope.data.stream import evaluation_batches
 from loopscope.inference.decoding import device_of
@@ -37,7 +36,7 @@ from loopscope.objectives.cross_entropy import IGNORE_INDEX
 from loopscope.protocol import LoopedModel, run_loops
 from loopscope.results.halting import CalibratedHalting, Calibration, ExitShare, Gate, GatedLoop, Reads
 from loopscope.results.thresholds import SATURATED_LOGIT
-from loopscope.targets import Opened
+from loopscope.targets import Opened, Say, tokens_for
 
 RULE, MAX_PPL_INCREASE, CONFIDENCE = "margin", 0.01, 0.95
 SPLIT: Split = "valid"

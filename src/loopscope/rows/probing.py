@@ -14,10 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from loopscope.api.evaluation import evaluate
-from loopscope.api.text import tokens_for
 from loopscope.data.stream import evaluation_batches
 from loopscope.data.task import TaskText
-from loopscope.errors import LoopscopeError, UnsupportedError
+from loopscope.errors import LoopscopeError, UnsupportedError, words_of
 from loopscope.inference.motion import measure_motion
 from loopscope.model.looped_lm import build
 from loopscope.objectives.placement import Objective
@@ -25,7 +24,7 @@ from loopscope.protocol import LoopedModel, run_loops
 from loopscope.results.atlas import FirstExit, MendedShare, Moves, Probed, TokenCost
 from loopscope.results.evaluation import CacheTable
 from loopscope.rows.spec import RowSpec
-from loopscope.targets import Opened
+from loopscope.targets import Opened, tokens_for
 from loopscope.untouched import borrowed, network_of
 
 EXIT_WINDOWS, CACHE_WINDOWS = 64, 32
@@ -63,7 +62,7 @@ def _told(part: str, problems: dict[str, str], say: Say) -> Iterator[None]:
     try:
         yield
     except (LoopscopeError, RuntimeError) as error:
-        problems[part] = " ".join(str(error).split()) or type(error).__name__
+        problems[part] = words_of(error)
         say(f"no {part}: {problems[part]}")
 
 

@@ -208,9 +208,8 @@ def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
     import torch
 
     from loopscope.api.evaluation import score_tokens, throughput
-    from loopscope.api.text import tokens_for
     from loopscope.data.stream import unigram_cross_entropy
-    from loopscope.targets import open_target
+    from loopscope.targets import open_target, tokens_for
     from loopscope.training.session import set_up
 
     setup, opened = set_up(spec.config.training), open_target(run.path)
@@ -239,7 +238,7 @@ def evaluate_row(spec: RowSpec, run: RunFolder) -> None:
 
 def _splits(spec: RowSpec, opened: Opened) -> Iterator[tuple[str, SplitTokens]]:
     """Validation text, and test text: what was asked for, else the corpus's own or held-out test split, if any."""
-    from loopscope.api.text import tokens_for
+    from loopscope.targets import tokens_for
 
     yield "valid", tokens_for(opened, None, say)
     if spec.test_data is not None:
@@ -282,9 +281,8 @@ def audit_row(spec: RowSpec, run: RunFolder) -> dict[str, str]:
 
 def calibrate_row(spec: RowSpec, run: RunFolder) -> None:
     """halting.json: what a calibrated halting rule saves; a row that cannot tell any more says why."""
-    from loopscope.api.text import tokens_for
     from loopscope.rows.halting import measure_halting
-    from loopscope.targets import open_target
+    from loopscope.targets import open_target, tokens_for
     from loopscope.training.checkpoint import list_steps
 
     steps, loops = spec.config.training.steps, spec.config.model.num_loops

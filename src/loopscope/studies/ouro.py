@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from loopscope.api.downstream import evaluate_tasks
 from loopscope.api.evaluation import evaluate, throughput
-from loopscope.api.text import Say, corpus_for, tokens_for, with_tokenizer
 from loopscope.auditing.visibility import ALPHAS, alpha_sweep, field_shares, mean_cross_entropy
 from loopscope.data.stream import evaluation_batches
 from loopscope.errors import RunError, UnsupportedError
@@ -47,7 +46,7 @@ from loopscope.results.ouro import (
     TaskScore,
 )
 from loopscope.results.record import as_json, read_record, write_record
-from loopscope.targets import Opened, open_target
+from loopscope.targets import Opened, Say, corpus_for, open_target, tokens_for, with_tokenizer
 from loopscope.training.plan import check_logits
 from loopscope.training.session import set_up
 
