@@ -233,7 +233,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(make_run, name, content):
     page = build_report([folder])
     assert f"{name} " in Elements(page.html).text and "is left out" in Elements(page.html).text
     assert 'data-chart="norm-training"' in page.html, "what can be read is drawn"
-    assert any("could not be read whole" in sentence for sentence in page.verdict.sentences)
+    assert any("not right and left out" in sentence for sentence in page.verdict.sentences)
 
 
 def test_bytes_that_are_no_text_are_survived(make_run):

@@ -291,7 +291,7 @@ def _missing(groups: Sequence[Group], grids: Sequence[Reproduction]) -> str:
             parts.append(f"1 run {one}" if count == 1 else f"{count} runs {several}")
     unread = sum(bool(run.problems) for run in runs)
     if unread:
-        parts.append(f"{unread} ha{'s' if unread == 1 else 've'} files that could not be read whole")
+        parts.append(f"{unread} ha{'s' if unread == 1 else 've'} files that are not right and left out")
     unaudited = sum(not run.verdict for run in runs)
     if 0 < unaudited < len(runs):
         parts.append(f"{unaudited} ha{'s' if unaudited == 1 else 've'} not been audited")

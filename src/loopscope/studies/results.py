@@ -115,7 +115,7 @@ def _checked(run: Run) -> Run:
 
 
 def _refuse(run: Run, name: str, missing: str) -> None:
-    """Refuse a file that could not be read whole, or that lacks something."""
+    """Refuse a file that is not right, or that lacks something."""
     if problem := run.problems.get(name, missing):
         raise RunError(f"{run.folder}/{name} {problem.removesuffix('; it is left out')}; {REPAIR}")
 
